@@ -1,0 +1,37 @@
+# `make demo` and `make test` set up everything they need in .venv
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+OVERLAYS = $(VENV)/overlays/.ready
+
+.PHONY: demo test lint format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch first: left to a dependency, pip may pick a build several GB larger
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps triton
+	touch $@
+
+$(OVERLAYS): $(READY) tests/overlays.py
+	$(BIN)/python tests/overlays.py $(VENV)/overlays
+	touch $@
+
+demo: $(READY)
+	$(BIN)/dspine-hub demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint $(OVERLAYS)
+	DSPINE_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV)
