@@ -1,0 +1,1 @@
+"""The entry point transformers' `custom_generate=` loads from a published drafter; copied there as it is."""

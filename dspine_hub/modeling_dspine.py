@@ -1,0 +1,670 @@
+"""DSpine drafter: a causal block backbone on the target's features, adjacent injection and a transition cache.
+
+What differs from a Qwen3 model, in the order of the file:
+- queries come from the block, keys and values from `[context ; block]`; context rows are the target's own features
+- the cache holds context rows only; block rows are appended for one pass and cropped after it
+- after every layer each slot receives a gated message from its left neighbour
+- no embedding and no LM head: both belong to the target and are bound at run time
+
+Source of the method: arXiv 2609.36173. Weight names are those of the public trainer's checkpoints.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.utils import ModelOutput, logging
+
+from .configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fingerprint
+from .generation_dspine import spec_generate
+from .kernels import adjacent_injection, candidate_walk, inject_message, predicted_feature, transition_scores
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DSpineModelOutput(ModelOutput):
+    """One pass of the backbone over a block.
+
+    Args:
+        last_hidden_state (`torch.Tensor` of shape `[B, Q, H]`): Normed states; the target's LM head reads them.
+        pre_injection_state (`torch.Tensor` of shape `[B, Q, H]`): States of the last layer before its injection.
+        layer_features (`tuple[torch.Tensor]` of `L` tensors of shape `[B, Q, R]`, *optional*): Predicted features
+            after each layer's write, when `output_features=True`.
+    """
+
+    last_hidden_state: torch.FloatTensor | None = None
+    pre_injection_state: torch.FloatTensor | None = None
+    layer_features: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class DSpineDraft:
+    """A drafted block, with what lossless verification needs.
+
+    Args:
+        tokens (`torch.Tensor` of shape `[B, S]`, int64): The drafts.
+        candidates (`torch.Tensor` of shape `[B, S, K]`, int64): Candidate token ids of every slot.
+        q (`torch.Tensor` of shape `[B, S, K]`, float32): Probabilities over the candidates each draft was drawn from.
+        scores (`torch.Tensor` of shape `[B, S, K, K]`, float32): Transition scores.
+    """
+
+    tokens: torch.LongTensor
+    candidates: torch.LongTensor
+    q: torch.FloatTensor
+    scores: torch.FloatTensor
+
+
+@dataclass
+class BoundTarget:
+    """The target's modules a drafter reads: never saved, never counted as the drafter's own."""
+
+    embedding: nn.Module
+    head: nn.Module
+
+
+class DSpineContextCache:
+    """Keys and values of committed context rows, a buffer a layer that grows by doubling.
+
+    `update` appends rows and returns the whole; `crop(-k)` takes the last `k` rows back, which is how block rows leave
+    after every pass. Both follow the signatures of transformers' caches.
+    """
+
+    def __init__(self):
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._lengths: list[int] = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Count the rows a layer holds."""
+        return self._lengths[layer_idx] if layer_idx < len(self._lengths) else 0
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows of shape `[B, kv_heads, n, head_dim]` and return all rows of the layer."""
+        if layer_idx == len(self._keys):
+            self._keys.append(keys.new_empty(keys.shape[:2] + (0,) + keys.shape[3:]))
+            self._values.append(values.new_empty(values.shape[:2] + (0,) + values.shape[3:]))
+            self._lengths.append(0)
+        start, end = self._lengths[layer_idx], self._lengths[layer_idx] + keys.shape[2]
+        if end > self._keys[layer_idx].shape[2]:
+            for buffers in (self._keys, self._values):
+                old = buffers[layer_idx]
+                grown = old.new_empty(old.shape[:2] + (max(end, 2 * old.shape[2]),) + old.shape[3:])
+                grown[:, :, :start] = old[:, :, :start]
+                buffers[layer_idx] = grown
+        self._keys[layer_idx][:, :, start:end] = keys
+        self._values[layer_idx][:, :, start:end] = values
+        self._lengths[layer_idx] = end
+        return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` rows of every layer; the argument must not be positive."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
+            raise ValueError(
+                f"`tokens_to_remove` must lie in [-{self.get_seq_length()}, 0] (negative: rows taken off the end), "
+                f"got {tokens_to_remove}."
+            )
+        self._lengths = [length + tokens_to_remove for length in self._lengths]
+
+
+class DSpineRMSNorm(nn.Module):
+    """RMSNorm with float32 statistics, as in Qwen3."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+def rotary_tables(
+    position_ids: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute cosines and sines of plain RoPE, each `[B, 1, n, head_dim]`.
+
+    Computed per call: a buffer of inverse frequencies would be left uninitialised by a load from `meta`.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
+    angles = position_ids[:, None, :, None].float() * theta**-exponent
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to `x` of shape `[B, heads, n, head_dim]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class DSpineAttention(nn.Module):
+    """Attention of block rows over `[context ; block]`, with per-head norms of queries and keys."""
+
+    def __init__(self, config: DSpineConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = DSpineRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = DSpineRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden, context, rotary, mask, cache=None):
+        batch, rows = hidden.shape[:2]
+        source = torch.cat((context, hidden), dim=1)
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        key = self.k_norm(self.k_proj(source).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        value = self.v_proj(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        cos, sin = rotary
+        query = rotate(query, cos[:, :, -rows:], sin[:, :, -rows:])
+        key = rotate(key, cos, sin)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        if self.groups > 1:
+            key = key.repeat_interleave(self.groups, dim=1)
+            value = value.repeat_interleave(self.groups, dim=1)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if self.config._attn_implementation == "eager":
+            weights = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(self.head_dim)
+            weights = weights.float().masked_fill(~mask, torch.finfo(torch.float32).min).softmax(dim=-1)
+            output = torch.matmul(F.dropout(weights.to(query.dtype), p=dropout, training=self.training), value)
+        else:
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        return self.o_proj(output.transpose(1, 2).reshape(batch, rows, -1))
+
+
+class DSpineMLP(nn.Module):
+    """SwiGLU, as in Qwen3."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden):
+        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DSpineDecoderLayer(nn.Module):
+    """Qwen3 layer whose attention also reads the context; the context itself is never normed again or updated."""
+
+    def __init__(self, config: DSpineConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSpineAttention(config, layer_idx)
+        self.mlp = DSpineMLP(config)
+        self.input_layernorm = DSpineRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSpineRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden, context, rotary, mask, cache=None):
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotary, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class AdjacentInjection(nn.Module):
+    """Weights of the injection: a readout and a write a layer, gates and message shared by all layers."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        hidden, rank, size = config.hidden_size, config.transfer_rank, config.message_size
+        layers = range(config.num_hidden_layers)
+        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in layers)
+        self.writes = nn.ModuleList(nn.Linear(size, hidden, bias=False) for _ in layers)
+        self.message = nn.Linear(rank, size, bias=False)
+        self.receiver_gate = nn.Linear(rank, size, bias=False)
+        self.predecessor_gate = nn.Linear(rank, size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return message, receiver gate, predecessor gate (each `[M, R]`) and bias (`[M]`)."""
+        return self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
+
+    def feature(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        """Read predicted features, `[..., H]` to `[..., R]`."""
+        return predicted_feature(hidden, self.readouts[layer].weight)
+
+    def forward(self, hidden, anchor_code, layer, teacher=None, replace=None):
+        """Inject into blocks `[B, N, H]`.
+
+        In training, where `replace` (`[B]`, bool) is set, the block's predecessors are the codes of its true tokens,
+        `teacher` of shape `[B, S, R]`, instead of predicted features.
+        """
+        readout, write = self.readouts[layer].weight, self.writes[layer].weight
+        if teacher is None:
+            return adjacent_injection(hidden, anchor_code, readout, write, *self.shared())
+        feature = predicted_feature(hidden, readout)
+        scale = math.sqrt(readout.shape[0])
+        predicted = torch.cat((scale * anchor_code.to(hidden.dtype)[:, None], feature[:, 1:-1]), dim=1)
+        predecessor = torch.where(replace[:, None, None], scale * teacher.to(hidden.dtype), predicted)
+        written = inject_message(hidden[:, 1:], feature[:, 1:], predecessor, write, *self.shared())
+        return torch.cat((hidden[:, :1], written), dim=1)
+
+
+class TransferBasis(nn.Module):
+    """What a code table is made of: mean row, top directions and their eigenvalues, all float32."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        rank, hidden = config.transfer_rank, config.hidden_size
+        self.register_buffer("mean", torch.zeros(hidden, dtype=torch.float32))
+        self.register_buffer("directions", torch.zeros(rank, hidden, dtype=torch.float32))
+        self.register_buffer("eigenvalues", torch.ones(rank, dtype=torch.float32))
+
+
+def transfer_basis(head_weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the top directions of the target's unit LM-head rows.
+
+    Args:
+        head_weight (`torch.Tensor` of shape `[V, H]`): LM-head rows.
+        rank (`int`): Directions `R` to keep.
+
+    Returns:
+        `tuple` of mean (`[H]`), directions (`[R, H]`, orthonormal) and eigenvalues (`[R]`, ascending), float32.
+
+    Raises:
+        ValueError: When the head has fewer than `rank` directions of positive variance.
+    """
+    rows, width = head_weight.shape
+    total = torch.zeros(width, dtype=torch.float32, device=head_weight.device)
+    scatter = torch.zeros(width, width, dtype=torch.float32, device=head_weight.device)
+    for chunk in head_weight.detach().split(16384):
+        unit = F.normalize(chunk.float(), dim=-1)
+        total += unit.sum(dim=0)
+        scatter += unit.T @ unit
+    mean = total / rows
+    values, vectors = torch.linalg.eigh(scatter / rows - torch.outer(mean, mean))
+    values, vectors = values[-rank:], vectors[:, -rank:]
+    if not bool((values > 0).all()):
+        raise ValueError(
+            f"`transfer_rank` must not exceed the directions the head spans, got {rank} with "
+            f"{int((values > 0).sum())} of positive variance."
+        )
+    return mean, vectors.T.contiguous(), values
+
+
+def transfer_codes(
+    head_weight: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, eigenvalues: torch.Tensor
+) -> torch.Tensor:
+    """Project LM-head rows `[V, H]` into the transfer space: whitened unit rows `[V, R]` in bfloat16."""
+    whiten = (directions / eigenvalues.sqrt()[:, None]).T
+    parts = [
+        F.normalize((F.normalize(chunk.float(), dim=-1) - mean) @ whiten, dim=-1).to(torch.bfloat16)
+        for chunk in head_weight.detach().split(16384)
+    ]
+    return torch.cat(parts)
+
+
+class DSpinePreTrainedModel(PreTrainedModel):
+    config_class = DSpineConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    _no_split_modules = ["DSpineDecoderLayer"]
+    _supports_sdpa = True
+    # eigenvalues span orders of magnitude: a basis in half precision gives other codes
+    _keep_in_fp32_modules_strict = ["transfer_basis"]
+
+    def _init_weights(self, module):
+        # only what a checkpoint did not fill: loaded parameters carry the mark
+        def fresh(parameter):
+            return not getattr(parameter, "_is_hf_initialized", False)
+
+        if isinstance(module, nn.Linear) and fresh(module.weight):
+            module.weight.data.normal_(mean=0.0, std=self.config.initializer_range)
+            if module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, DSpineRMSNorm) and fresh(module.weight):
+            module.weight.data.fill_(1.0)
+        elif isinstance(module, AdjacentInjection):
+            zeroed = [write.weight for write in module.writes] + [module.predecessor_gate.weight, module.bias]
+            for parameter in filter(fresh, zeroed):
+                parameter.data.zero_()
+
+
+class DSpineForSpeculation(DSpinePreTrainedModel):
+    """Draft blocks of tokens for a target model.
+
+    A drafter owns neither embedding nor LM head: call [`~DSpineForSpeculation.bind`] with the target, or generate
+    with [`~DSpineForSpeculation.spec_generate`], which binds. It is not a language model by itself.
+    """
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = DSpineRMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DSpineDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = DSpineRMSNorm(hidden, config.rms_norm_eps)
+        self.injection = AdjacentInjection(config)
+        if config.transfer_storage == "codes":
+            codes = torch.zeros(config.vocab_size, config.transfer_rank, dtype=torch.bfloat16)
+            self.register_buffer("transfer_codes", codes)
+        else:
+            # filled by `bind`: rebuilt from the basis and the target's head
+            self.register_buffer("transfer_codes", None, persistent=False)
+            self.transfer_basis = TransferBasis(config)
+        self.register_buffer("transfer_ready", torch.tensor(False))
+        self._bound: BoundTarget | None = None
+        self._checked_tokenizer = None
+        self.post_init()
+
+    # -- transfer space and target ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize_transfer_space(self, head_weight: torch.Tensor) -> None:
+        """Build the code table from the target's LM head and start the readouts at its directions.
+
+        Done once, before training. Eigenvectors have no fixed sign, so a table is never rebuilt this way later.
+
+        Args:
+            head_weight (`torch.Tensor` of shape `[V, H]`): LM-head rows of the target (the embedding where tied).
+
+        Raises:
+            ValueError: When the head has another shape or spans too few directions.
+        """
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(head_weight.shape) != expected:
+            raise ValueError(
+                f"`head_weight` must have shape [V, H] = {list(expected)}, got {list(head_weight.shape)}: this "
+                "drafter is configured for another target."
+            )
+        mean, directions, eigenvalues = transfer_basis(head_weight, self.config.transfer_rank)
+        codes = transfer_codes(head_weight, mean, directions, eigenvalues)
+        if self.config.transfer_storage == "codes":
+            self.transfer_codes.copy_(codes)
+        else:
+            self.transfer_basis.mean.copy_(mean)
+            self.transfer_basis.directions.copy_(directions)
+            self.transfer_basis.eigenvalues.copy_(eigenvalues)
+            self.transfer_codes = codes.to(self.fc.weight.device)
+        for readout in self.injection.readouts:
+            readout.weight.copy_(directions)
+        self.transfer_ready.fill_(True)
+
+    @torch.no_grad()
+    def bind(self, target: PreTrainedModel, tokenizer=None) -> "DSpineForSpeculation":
+        """Take embedding and LM head from the target, after checking that it is the right one.
+
+        Args:
+            target (`PreTrainedModel`): The target model.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer; checked against the recorded one.
+
+        Returns:
+            `DSpineForSpeculation`: This drafter.
+
+        Raises:
+            ValueError: When hidden size, layer count, vocabulary or tokenizer differ from those this drafter was
+                trained for, when its transfer space was never built, or when a compact drafter meets another head.
+        """
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        text = target.config.get_text_config()
+        found = (
+            ("hidden_size", self.config.hidden_size, text.hidden_size),
+            ("num_target_layers", self.config.num_target_layers, text.num_hidden_layers),
+            ("vocab_size", self.config.vocab_size, text.vocab_size),
+        )
+        for name, mine, theirs in found:
+            if mine != theirs:
+                wanted = (self.config.target or {}).get("id")
+                raise ValueError(
+                    f"`{name}` of the drafter must equal the target's, got {mine} for a target with {theirs}. This "
+                    f"drafter belongs to {f'`{wanted}`' if wanted else 'another target'}; load that target instead."
+                )
+        if tokenizer is not None:
+            self.check_tokenizer(tokenizer)
+        if not bool(self.transfer_ready):
+            raise ValueError(
+                "`transfer_ready` must be true, got false: call `initialize_transfer_space(head_weight)` before "
+                "training, or load a trained checkpoint."
+            )
+        self._check_head(head.weight)
+        if self.config.transfer_storage == "basis":
+            basis = [self.transfer_basis.mean, self.transfer_basis.directions, self.transfer_basis.eigenvalues]
+            codes = transfer_codes(head.weight, *(tensor.to(head.weight.device) for tensor in basis))
+            self.transfer_codes = codes.to(self.fc.weight.device)
+        self._bound = BoundTarget(embedding, head)
+        return self
+
+    def check_tokenizer(self, tokenizer) -> None:
+        """Raise `ValueError` unless the tokenizer maps ids to the strings recorded in training."""
+        record = self.config.target or {}
+        if tokenizer is self._checked_tokenizer or not record.get("tokenizer_sha256"):
+            return
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        if fingerprint != record["tokenizer_sha256"]:
+            raise ValueError(
+                f"`tokenizer` must map ids to the same strings as in training (sha256 "
+                f"{record['tokenizer_sha256'][:12]}), got {fingerprint[:12]}. Load the tokenizer of `{record['id']}`."
+            )
+        self._checked_tokenizer = tokenizer
+
+    def _check_head(self, weight: torch.Tensor) -> None:
+        record = self.config.target or {}
+        expected = record.get("lm_head_sha256")
+        if not expected or not weight.is_floating_point():
+            return
+        fingerprint = head_fingerprint(weight)
+        if fingerprint == expected:
+            return
+        problem = (
+            f"`lm_head_sha256` of `{record['id']}` is {expected[:12]} in this drafter's record, got {fingerprint[:12]}"
+            " from the target"
+        )
+        if self.config.transfer_storage == "basis":
+            raise ValueError(f"{problem}: compact codes can only be rebuilt from the head they were made of.")
+        logger.warning(f"{problem}: a fine-tuned target still decodes correctly, though acceptance may fall.")
+
+    def bound(self) -> BoundTarget:
+        """Return the bound modules, or raise `ValueError` when there are none."""
+        if self._bound is None:
+            raise ValueError(
+                "`bind(target)` must be called before a drafter is used, got an unbound drafter: embedding and LM "
+                "head belong to the target."
+            )
+        return self._bound
+
+    def is_bound_to(self, target: PreTrainedModel) -> bool:
+        """Tell whether `bind` already took this very target's modules."""
+        return self._bound is not None and self._bound.head is target.get_output_embeddings()
+
+    def new_cache(self) -> DSpineContextCache:
+        """Return an empty cache for the context rows of one request."""
+        return DSpineContextCache()
+
+    # -- the pass over a block -------------------------------------------------------------------------------------
+
+    def run_blocks(
+        self,
+        embeds: torch.Tensor,
+        context: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor,
+        anchor_code: torch.Tensor,
+        cache=None,
+        teacher: torch.Tensor | None = None,
+        replace: torch.Tensor | None = None,
+        teacher_layers: int = 0,
+        output_features: bool = False,
+    ) -> DSpineModelOutput:
+        """Run packed blocks through all layers.
+
+        Args:
+            embeds (`torch.Tensor` of shape `[B, Q, H]`): Target embeddings of `Q / N` blocks, one after another.
+            context (`torch.Tensor` of shape `[B, n, T * H]`): Tapped target states that are not in `cache` yet.
+            position_ids (`torch.Tensor` of shape `[B, n + Q]`, int64): Absolute positions, context first.
+            mask (`torch.Tensor` of shape `[B or 1, 1, Q, cached + n + Q]`, bool): `True` where a row may look.
+            anchor_code (`torch.Tensor` of shape `[B * Q / N, R]`): Unit codes of the anchors.
+            cache (*optional*): [`DSpineContextCache`] or a transformers cache; gains `n + Q` rows.
+            teacher (`torch.Tensor` of shape `[B * Q / N, S, R]`, *optional*): Codes of the true predecessors.
+            replace (`torch.Tensor` of shape `[B * Q / N]`, bool, *optional*): Blocks that read `teacher`.
+            teacher_layers (`int`): First layers in which they do.
+            output_features (`bool`): Also return the predicted features after every write.
+
+        Returns:
+            [`DSpineModelOutput`].
+        """
+        hidden = embeds.to(self.fc.weight.dtype) if not torch.is_autocast_enabled() else embeds
+        context = self.hidden_norm(self.fc(context.to(hidden.dtype)))
+        theta = self.config.rope_parameters["rope_theta"]
+        rotary = rotary_tables(position_ids, self.config.head_dim, theta, hidden.dtype)
+        blocks = (-1, self.config.block_size, hidden.shape[-1])
+        features = []
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, context, rotary, mask, cache)
+            state = hidden
+            taught = (teacher, replace) if index < teacher_layers else ()
+            hidden = self.injection(state.reshape(blocks), anchor_code, index, *taught).reshape(state.shape)
+            if output_features:
+                features.append(self.injection.feature(hidden, index))
+        return DSpineModelOutput(
+            last_hidden_state=self.norm(hidden),
+            pre_injection_state=state,
+            layer_features=tuple(features) if output_features else None,
+        )
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache=None,
+        past_key_values=None,
+        anchor_ids: torch.LongTensor | None = None,
+        **kwargs,
+    ) -> DSpineModelOutput:
+        """Run one block a request; the signature transformers' own block-drafter generator calls.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `[B, N, H]`): Target embeddings of `[anchor, mask, mask, ...]`.
+            context_hidden_states (`torch.Tensor` of shape `[B, n, T * H]`): Outputs of the tapped target layers at the
+                committed positions that are new since the last call, concatenated in the order of the taps.
+            position_ids (`torch.Tensor` of shape `[B, n + N]`, int64, *optional*): Absolute positions of both.
+            attention_mask (`torch.Tensor` of shape `[B, cached + n + N]`, *optional*): 0 hides a padded row.
+            cache, past_key_values (*optional*): Cache of earlier rows, under its new and its old name; it gains
+                `n + N` rows, and the caller crops the last `N`.
+            anchor_ids (`torch.Tensor` of shape `[B]`, int64, *optional*): Anchor tokens. Without them they are found
+                by their embedding, which reads the whole embedding table.
+
+        Returns:
+            [`DSpineModelOutput`].
+
+        Raises:
+            ValueError: When the drafter is unbound or the block has another size.
+        """
+        batch, rows = noise_embeds.shape[:2]
+        if rows != self.config.block_size:
+            raise ValueError(f"`noise_embeds` must hold `block_size` = {self.config.block_size} rows, got {rows}.")
+        cache = past_key_values if cache is None else cache
+        if anchor_ids is None:
+            anchor_ids = self._anchors_of(noise_embeds[:, 0])
+        self.bound()
+        past = 0 if cache is None else cache.get_seq_length()
+        total = past + context_hidden_states.shape[1] + rows
+        device = noise_embeds.device
+        if position_ids is None:
+            position_ids = torch.arange(past, total, device=device)[None].expand(batch, -1)
+        mask = torch.ones(rows, total, dtype=torch.bool, device=device).tril(total - rows)[None, None]
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None, :].bool()
+        anchor_code = F.embedding(anchor_ids, self.transfer_codes)
+        return self.run_blocks(noise_embeds, context_hidden_states, position_ids, mask, anchor_code, cache=cache)
+
+    def _anchors_of(self, embeds: torch.Tensor) -> torch.Tensor:
+        table = self.bound().embedding.weight
+        found = []
+        for row in embeds.to(table.dtype):
+            # equality in one column leaves few rows to compare in full
+            rows = (table[:, 0] == row[0]).nonzero().squeeze(-1)
+            match = rows[(table[rows] == row).all(dim=-1)]
+            if match.numel() == 0:
+                raise ValueError(
+                    "`noise_embeds` must start with an embedding of the bound target, got a row that is not in its "
+                    "table: bind the target that generates, or pass `anchor_ids`."
+                )
+            found.append(match[0])
+        return torch.stack(found)
+
+    # -- drafting --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def draft(
+        self,
+        context: torch.Tensor,
+        anchor: torch.LongTensor,
+        temperature: float | torch.Tensor = 0.0,
+        generator: torch.Generator | None = None,
+        cache: DSpineContextCache | None = None,
+    ) -> DSpineDraft:
+        """Draft the `S` tokens that may follow the anchor.
+
+        Args:
+            context (`torch.Tensor` of shape `[B, n, T * H]`): Tapped target states at committed positions before the
+                anchor; with a `cache`, only those it does not hold yet.
+            anchor (`torch.Tensor` of shape `[B]`, int64): The target's last committed token.
+            temperature (`float` or `torch.Tensor` of shape `[B]`): `0` drafts greedily.
+            generator (`torch.Generator`, *optional*): Source of the sampled drafts.
+            cache (`DSpineContextCache`, *optional*): Gains the `n` context rows.
+
+        Returns:
+            [`DSpineDraft`].
+
+        Raises:
+            ValueError: When the drafter is unbound or the temperature negative.
+        """
+        target = self.bound()
+        config, device = self.config, anchor.device
+        greedy = not isinstance(temperature, torch.Tensor) and temperature == 0
+        if not isinstance(temperature, torch.Tensor):
+            if temperature < 0:
+                raise ValueError(f"`temperature` must be >= 0, got {temperature}.")
+            temperature = torch.full(anchor.shape, temperature, dtype=torch.float32, device=device)
+        slots = config.block_size - 1
+        ids = torch.cat((anchor[:, None], anchor.new_full((anchor.shape[0], slots), config.mask_token_id)), dim=1)
+        cache = DSpineContextCache() if cache is None else cache
+        output = self(
+            noise_embeds=target.embedding(ids), context_hidden_states=context, cache=cache, anchor_ids=anchor
+        )
+        cache.crop(-config.block_size)
+        logits = target.head(output.last_hidden_state[:, 1:].to(target.head.weight.dtype))
+        candidates = logits.topk(config.num_candidates, dim=-1).indices
+        scores = transition_scores(
+            output.pre_injection_state[:, 1:],
+            candidates,
+            anchor,
+            self.transfer_codes,
+            self.injection.readouts[-1].weight,
+            self.injection.writes[-1].weight,
+            *self.injection.shared(),
+            self.norm.weight,
+            self.norm.eps,
+            target.head.weight,
+        )
+        # greedy decoding draws nothing, so the caller's random stream stays where it is
+        shape = candidates.shape[:2]
+        uniforms = (
+            torch.zeros(shape, device=device) if greedy else torch.rand(shape, generator=generator, device=device)
+        )
+        tokens, q = candidate_walk(scores, candidates, temperature, uniforms)
+        return DSpineDraft(tokens=tokens, candidates=candidates, q=q, scores=scores)
+
+    spec_generate = spec_generate
+
+
+__all__ = ["DSpineConfig", "DSpineContextCache", "DSpineForSpeculation"]
