@@ -1,0 +1,126 @@
+"""From a checkpoint to the flat folder a hub repository is: weights, code that loads without this package, provenance.
+
+The folder appears whole or not at all: it is written beside its place and renamed when complete.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import jinja2
+
+from dspine_hub._version import __version__
+from dspine_hub.errors import DSpineHubError
+
+PACKAGE = Path(__file__).parent
+
+# every file copied byte for byte into a repository: name there -> place here
+SHIPPED = {
+    "configuration_dspine.py": PACKAGE / "configuration_dspine.py",
+    "generation_dspine.py": PACKAGE / "generation_dspine.py",
+    "modeling_dspine.py": PACKAGE / "modeling_dspine.py",
+    "kernels.py": PACKAGE / "kernels" / "__init__.py",
+    "adjacent_injection.py": PACKAGE / "kernels" / "adjacent_injection.py",
+    "candidate_walk.py": PACKAGE / "kernels" / "candidate_walk.py",
+    "transition_scores.py": PACKAGE / "kernels" / "transition_scores.py",
+    "triton_support.py": PACKAGE / "kernels" / "triton_support.py",
+    "custom_generate/generate.py": PACKAGE / "custom_generate" / "generate.py",
+}
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_dspine.DSpineConfig",
+    "AutoModel": "modeling_dspine.DSpineForSpeculation",
+}
+
+
+def file_sha256(path: Path) -> str:
+    """Hash a file in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def build_bundle(checkpoint: str | Path, out: str | Path) -> Path:
+    """Write the hub folder of a drafter checkpoint.
+
+    Args:
+        checkpoint (`str` or `Path`): Folder of a trained drafter (`config.json`, safetensors weights).
+        out (`str` or `Path`): Folder to create; must not exist or be empty.
+
+    Returns:
+        `Path`: `out`.
+
+    Raises:
+        DSpineHubError: When the checkpoint is missing, incomplete or invalid, or `out` is taken. Nothing is written
+            then.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DSpineHubError(
+            f"`OUT` must not exist yet or be an empty folder, got `{out}`. Remove it or name another."
+        )
+    from dspine_hub.loading import load_drafter_checkpoint
+
+    drafter = load_drafter_checkpoint(checkpoint)
+    if drafter.config.target is None:
+        raise DSpineHubError(
+            f"`target` must be recorded in `{checkpoint}/config.json`, got none: a drafter without its target cannot "
+            "be paired. Train or convert it with the target at hand."
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write(drafter, Path(checkpoint), work)
+        work.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def _write(drafter, checkpoint: Path, folder: Path) -> None:
+    import torch
+
+    # the basis of a compact drafter is float32 by need; all other weights are published in bfloat16
+    for name, tensor in [*drafter.named_parameters(), *drafter.named_buffers()]:
+        if tensor.is_floating_point() and not name.startswith("transfer_basis."):
+            tensor.data = tensor.data.to(torch.bfloat16)
+    drafter.config.dtype = torch.bfloat16
+    drafter.save_pretrained(folder, max_shard_size="5GB")
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(0o644)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = AUTO_MAP
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name, source in SHIPPED.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, folder / name)
+    for receipt in sorted(checkpoint.glob("receipts/*.json")):
+        (folder / "receipts").mkdir(exist_ok=True)
+        shutil.copyfile(receipt, folder / "receipts" / receipt.name)
+    (folder / "README.md").write_text(_card(config))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    provenance = {
+        "dspine_hub": __version__,
+        "files": {path.relative_to(folder).as_posix(): file_sha256(path) for path in files},
+    }
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _card(config: dict) -> str:
+    """Render what the config says; a number about speed or acceptance needs a receipt and is not in it."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dspine_hub.model_cards", ""), undefined=jinja2.StrictUndefined
+    )
+    identifier = config["target"]["id"]
+    # a folder path is no repository id, and the Hub refuses it in the metadata
+    base_model = identifier if identifier.count("/") == 1 else None
+    return environment.get_template("card.md.j2").render(base_model=base_model, **config) + "\n"
+
+
+def is_bundle(path: str | Path) -> bool:
+    """Tell whether a folder carries its own modelling code."""
+    return (Path(path) / "modeling_dspine.py").is_file()

@@ -1,0 +1,119 @@
+"""Load a drafter checkpoint or a target folder, turning what users can fix into one readable error."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from dspine_hub.errors import DSpineHubError
+
+# what transformers, safetensors and the config's own rules raise for a broken folder
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
+
+
+def check_folder(path: str | Path, what: str) -> Path:
+    """Return the folder of a checkpoint, or raise `DSpineHubError` when it holds no config or no weights."""
+    path = Path(path)
+    if not path.is_dir():
+        raise DSpineHubError(f"`{what}` must name a folder, got `{path}`, which does not exist.")
+    if not (path / "config.json").is_file():
+        raise DSpineHubError(f"`{what}` must hold a `config.json`, got `{path}` without one.")
+    try:
+        json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise DSpineHubError(f"`{path}/config.json` must be valid JSON: {error}.") from None
+    index = path / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for name in names:
+        if not (path / name).is_file():
+            raise DSpineHubError(f"`{what}` must hold its weights, got `{path}` without `{name}`.")
+        _check_weights(path / name)
+    return path
+
+
+def _check_weights(path: Path) -> None:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as weights:
+            weights.keys()
+    except SafetensorError as error:
+        raise DSpineHubError(
+            f"`{path}` must be a complete safetensors file, got one that cannot be read ({error}). It may be cut off: "
+            "copy or download it again."
+        ) from None
+
+
+def load_drafter_checkpoint(path: str | Path):
+    """Load a drafter in its stored dtype, refusing any tensor that is missing, unknown or of another shape.
+
+    Args:
+        path (`str` or `Path`): Checkpoint folder.
+
+    Returns:
+        `DSpineForSpeculation`.
+
+    Raises:
+        DSpineHubError: When the folder is no complete DSpine checkpoint.
+    """
+    folder = check_folder(path, "CHECKPOINT")
+    from dspine_hub.modeling_dspine import DSpineForSpeculation
+
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind != "dspine":
+        raise DSpineHubError(f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter.")
+    try:
+        drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except LOAD_ERRORS as error:
+        raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            raise DSpineHubError(
+                f"`{folder}` must hold exactly the drafter's tensors, got {problem.replace('_', ' ')}: "
+                f"{sorted(map(str, report[problem]))}."
+            )
+    if not bool(drafter.transfer_ready):
+        raise DSpineHubError(
+            f"`transfer_ready` in `{folder}` must be true, got false: this drafter was never trained."
+        )
+    return drafter.eval()
+
+
+def load_target(path: str | Path):
+    """Load a target and its tokenizer in float32 on the CPU or bfloat16 on a GPU; `DSpineHubError` when broken."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = check_folder(path, "--target")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        target, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except LOAD_ERRORS as error:
+        raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise DSpineHubError(
+            f"`{folder}` must hold all of the target's tensors, got missing {sorted(report['missing_keys'])} and "
+            f"mismatched {sorted(map(str, report['mismatched_keys']))}."
+        )
+    return target.to(device).eval(), tokenizer
+
+
+def load_bundle(path: str | Path, target, tokenizer):
+    """Load a bundle through transformers' remote code, as its users do, and bind it to the target.
+
+    Raises:
+        DSpineHubError: When the bundle is broken or belongs to another target.
+    """
+    from transformers import AutoModel
+
+    folder = check_folder(path, "--drafter")
+    try:
+        drafter = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=target.dtype)
+        return drafter.to(target.device).eval().bind(target, tokenizer)
+    except LOAD_ERRORS as error:
+        raise DSpineHubError(f"`{folder}` could not be used with this target: {error}") from error

@@ -1,0 +1,1 @@
+"""Templates and facts of model cards."""

@@ -1,0 +1,27 @@
+"""Other transformers releases, each in a folder of its own that goes in front of `sys.path`.
+
+`python tests/overlays.py FOLDER` installs them. Their shared dependencies come from the environment; only what a
+release pins differently is installed beside it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+# the ends of the supported range and SGLang's pins; the newest release is the environment's own
+OVERLAYS = {
+    "5.12.1": ["huggingface_hub==1.33.0", "tokenizers==0.22.2"],
+    "5.17.0": ["huggingface_hub==1.33.0"],
+    "5.19.0": [],
+}
+
+
+def install(folder: Path) -> None:
+    """Install every overlay below `folder`."""
+    for version, pins in OVERLAYS.items():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        subprocess.run([*command, "--target", str(folder / version), f"transformers=={version}", *pins], check=True)
+
+
+if __name__ == "__main__":
+    install(Path(sys.argv[1]))
