@@ -1,0 +1,19 @@
+"""Command line: thin commands, one file each; nothing here imports torch before a command runs."""
+
+import click
+
+from dspine_hub._version import __version__
+from dspine_hub.cli.bundle import bundle
+from dspine_hub.cli.demo import demo
+from dspine_hub.cli.train import train
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dspine-hub")
+def main():
+    """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
+
+
+COMMANDS = (bundle, demo, train)
+for command in COMMANDS:
+    main.add_command(command)

@@ -1,0 +1,22 @@
+"""`dspine-hub bundle`."""
+
+import click
+
+from dspine_hub.cli._errors import readable_errors
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path())
+@click.argument("out", type=click.Path())
+@readable_errors
+def bundle(checkpoint, out):
+    """Write the hub folder OUT of a drafter CHECKPOINT: weights, code and provenance, ready for AutoModel.
+
+    Example:
+
+    \b
+        dspine-hub bundle examples/mini/drafter bundle/mini
+    """
+    from dspine_hub.bundle import build_bundle
+
+    click.echo(build_bundle(checkpoint, out))

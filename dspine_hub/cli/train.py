@@ -1,0 +1,30 @@
+"""`dspine-hub train`."""
+
+import json
+
+import click
+
+from dspine_hub.cli._errors import readable_errors
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; dotted keys.")
+@readable_errors
+def train(config, overrides):
+    """Train a drafter (or a small target) as CONFIG says, resuming from its newest checkpoint.
+
+    Example:
+
+    \b
+        dspine-hub train examples/mini/recipe/drafter.yaml --set steps=200
+
+    Several GPUs or machines: start it with `accelerate launch --module dspine_hub train CONFIG`.
+    """
+    from dspine_hub.training.config import load_config
+
+    run = load_config(config, overrides)
+    from dspine_hub.training.loop import Trainer
+
+    evaluation = Trainer(run).run()
+    click.echo(json.dumps({"output": str(run.output), **evaluation}, indent=2))

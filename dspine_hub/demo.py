@@ -1,0 +1,108 @@
+"""Decode prompts plainly and speculatively with one target, and measure both in the same run."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dspine_hub.bundle import build_bundle, is_bundle
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.generation_dspine import summarize
+from dspine_hub.loading import load_bundle, load_target
+
+
+class Pair:
+    """A target and its drafter, the drafter loaded from a bundle by transformers' remote code alone.
+
+    Args:
+        target (`str` or `Path`): Folder of the target.
+        drafter (`str` or `Path`): A bundle, or a checkpoint, which is bundled first.
+
+    Raises:
+        DSpineHubError: When either is broken or they do not belong together.
+    """
+
+    def __init__(self, target: str | Path, drafter: str | Path):
+        self.target, self.tokenizer = load_target(target)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = drafter if is_bundle(drafter) else build_bundle(drafter, Path(scratch) / "bundle")
+            self.drafter = load_bundle(folder, self.target, self.tokenizer)
+
+    def encode(self, prompt: str) -> torch.Tensor:
+        """Encode a prompt as `[1, P]` ids on the target's device."""
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if ids.shape[1] == 0:
+            raise DSpineHubError("`--prompt` must hold at least one token, got an empty text.")
+        return ids.to(self.target.device)
+
+    def plain(self, ids: torch.Tensor, max_new_tokens: int, temperature: float) -> tuple[torch.Tensor, float]:
+        """Decode with the target alone; returns ids `[1, P + n]` and seconds."""
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        return _timed(lambda: self.target.generate(ids, max_new_tokens=max_new_tokens, **sampling), ids.device)
+
+    def speculative(
+        self, ids: torch.Tensor, max_new_tokens: int, temperature: float, on_round: Callable | None = None
+    ):
+        """Decode with the drafter; returns the loop's output with its statistics, and seconds."""
+        return _timed(
+            lambda: self.drafter.spec_generate(
+                self.target,
+                ids,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                on_round=on_round,
+                return_dict_in_generate=True,
+            ),
+            ids.device,
+        )
+
+
+def _timed(function, device):
+    start = time.perf_counter()
+    result = function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+def compare(pair: Pair, prompts: list[str], max_new_tokens: int = 64, temperature: float = 0.0) -> dict:
+    """Decode every prompt both ways.
+
+    Args:
+        pair ([`Pair`]): Target and drafter.
+        prompts (`list[str]`): Prompts; the first is decoded once more before, to warm up.
+        max_new_tokens (`int`): Tokens a prompt.
+        temperature (`float`): `0` is greedy, where both texts must be identical.
+
+    Returns:
+        `dict`: `identical` (`None` when sampling: two samples differ by nature), `tau_pooled`, `tau_per_request`,
+        `tau_token_weighted`, `speedup` (plain over speculative seconds a token, prompt included), `tokens`, `rounds`,
+        `acceptance_per_slot`, `plain_tokens_per_second` and `speculative_tokens_per_second`.
+    """
+    encoded = [pair.encode(prompt) for prompt in prompts]
+    pair.plain(encoded[0], 8, temperature)
+    pair.speculative(encoded[0], 8, temperature)
+    identical, statistics = True, []
+    plain_seconds = plain_tokens = seconds = 0.0
+    for ids in encoded:
+        text, spent = pair.plain(ids, max_new_tokens, temperature)
+        plain_seconds, plain_tokens = plain_seconds + spent, plain_tokens + text.shape[1] - ids.shape[1]
+        output, spent = pair.speculative(ids, max_new_tokens, temperature)
+        seconds += spent
+        statistics.append(output.statistics)
+        identical = identical and torch.equal(text, output.sequences)
+    table = summarize(statistics)
+    return {
+        "identical": identical if temperature == 0 else None,
+        "tau_pooled": table["tau_pooled"],
+        "tau_per_request": table["tau_per_request"],
+        "tau_token_weighted": table["tau_token_weighted"],
+        "speedup": (plain_seconds / plain_tokens) / (seconds / table["tokens"]),
+        "tokens": table["tokens"],
+        "rounds": table["rounds"],
+        "acceptance_per_slot": table["acceptance_per_slot"],
+        "plain_tokens_per_second": plain_tokens / plain_seconds,
+        "speculative_tokens_per_second": table["tokens"] / seconds,
+    }
