@@ -25,6 +25,7 @@ demo: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python benchmarks/tables.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
