@@ -1,6 +1,7 @@
 """The README's results, rendered from `benchmarks/results/`: `python benchmarks/tables.py` rewrites them in place."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import click
@@ -35,25 +36,34 @@ def acceptance_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def speed_paragraph(result: dict) -> str:
+    """Render speed and memory on a CPU."""
+    protocol, spread = result["protocol"], result["speedup_by_prompt"]
+    low, high = spread["quartiles"]
+    return (
+        f"Speed on a CPU, same target and prompts in one run ({protocol['prompts']} HumanEval prompts, "
+        f"{protocol['max_new_tokens']} new tokens, float32, {protocol['threads']} threads, prompt included): "
+        f"**{result['speedup']:.2f}x** plain cached decoding (by prompt: median {spread['median']:.2f}x, quartiles "
+        f"{low:.2f}x and {high:.2f}x). Peak memory on the longest prompt: {result['memory']['ratio']:.2f} times "
+        f"target, drafter and caches. {origin(result)}."
+    )
+
+
 def render() -> str:
     """Render everything between the markers."""
-    acceptance, cpu = load("mini-acceptance.json"), load("mini-cpu.json")
-    protocol, memory = cpu["protocol"], cpu["memory"]
+    acceptance = load("mini-acceptance.json")
     equal = ", ".join(f"{name} {count}" for name, count in acceptance["equal_to_plain"].items())
-    low, high = cpu["speedup_by_prompt"]["quartiles"]
-    return f"""
-Acceptance length τ of the mini pair (accepted drafts + the target's own token), greedy, float32,
-{acceptance["protocol"]["max_new_tokens"]} new tokens, raw prompts. Texts equal to plain decoding, token for token: {equal}.
-
-{acceptance_table(acceptance)}
-
-{origin(acceptance)}.
-
-Speed on a CPU, same target and prompts in one run ({protocol["prompts"]} HumanEval prompts,
-{protocol["max_new_tokens"]} new tokens, float32, {protocol["threads"]} threads, prompt included): **{cpu["speedup"]:.2f}x** plain
-cached decoding (by prompt: median {cpu["speedup_by_prompt"]["median"]:.2f}x, quartiles {low:.2f}x and {high:.2f}x). Peak memory of the longest
-prompt: {memory["ratio"]:.2f} times target, drafter and caches. {origin(cpu)}.
-"""
+    protocol = (
+        "Acceptance length τ of the mini pair (accepted drafts + the target's own token), greedy, float32, "
+        f"{acceptance['protocol']['max_new_tokens']} new tokens, raw prompts. Texts equal to plain decoding, token "
+        f"for token: {equal}. {origin(acceptance)}."
+    )
+    parts = [
+        textwrap.fill(protocol, 118),
+        acceptance_table(acceptance),
+        textwrap.fill(speed_paragraph(load("mini-cpu.json")), 118),
+    ]
+    return "\n\n".join(["", *parts, ""])
 
 
 def main_text(readme: str) -> str:

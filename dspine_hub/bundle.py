@@ -82,13 +82,9 @@ def build_bundle(checkpoint: str | Path, out: str | Path) -> Path:
 
 
 def _write(drafter, checkpoint: Path, folder: Path) -> None:
-    import torch
+    from dspine_hub.loading import cast_for_storage
 
-    # the basis of a compact drafter is float32 by need; all other weights are published in bfloat16
-    for name, tensor in [*drafter.named_parameters(), *drafter.named_buffers()]:
-        if tensor.is_floating_point() and not name.startswith("transfer_basis."):
-            tensor.data = tensor.data.to(torch.bfloat16)
-    drafter.config.dtype = torch.bfloat16
+    cast_for_storage(drafter)
     drafter.save_pretrained(folder, max_shard_size="5GB")
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)

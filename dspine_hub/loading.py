@@ -7,9 +7,20 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.sources import read_headers
 
 # what transformers, safetensors and the config's own rules raise for a broken folder
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
+
+
+def cast_for_storage(model) -> None:
+    """Cast a model to the dtypes it is published in: bfloat16, but for the float32 basis of compact codes."""
+    import torch
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not name.startswith("transfer_basis."):
+            tensor.data = tensor.data.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
 
 
 def check_folder(path: str | Path, what: str) -> Path:
@@ -30,21 +41,8 @@ def check_folder(path: str | Path, what: str) -> Path:
     for name in names:
         if not (path / name).is_file():
             raise DSpineHubError(f"`{what}` must hold its weights, got `{path}` without `{name}`.")
-        _check_weights(path / name)
+        read_headers(path / name)
     return path
-
-
-def _check_weights(path: Path) -> None:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as weights:
-            weights.keys()
-    except SafetensorError as error:
-        raise DSpineHubError(
-            f"`{path}` must be a complete safetensors file, got one that cannot be read ({error}). It may be cut off: "
-            "copy or download it again."
-        ) from None
 
 
 def load_drafter_checkpoint(path: str | Path):

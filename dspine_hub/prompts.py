@@ -6,6 +6,12 @@ from pathlib import Path
 from dspine_hub.errors import DSpineHubError
 
 
+def read_lines(path: Path) -> list[str]:
+    """Split a `.jsonl` file at newlines alone: JSON strings may hold other separators as they are."""
+    text = path.read_text(encoding="utf-8").rstrip("\n")
+    return text.split("\n") if text else []
+
+
 def read_prompts(path: Path) -> list[str]:
     """Read a `.jsonl` of `{"prompt": ...}`.
 
@@ -13,7 +19,7 @@ def read_prompts(path: Path) -> list[str]:
         DSpineHubError: When the file is missing, a line is no such object, or there is none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_lines(Path(path))
     except (FileNotFoundError, IsADirectoryError):
         raise DSpineHubError(f"`prompts` must name a .jsonl file, got `{path}`, which is no file.") from None
     prompts = []

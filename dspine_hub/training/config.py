@@ -109,20 +109,14 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainConfi
     path = Path(path)
     try:
         raw = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise DSpineHubError(f"`CONFIG` must name a YAML file, got `{path}`, which does not exist.") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise DSpineHubError(f"`CONFIG` must name a YAML file, got `{path}`, which does not exist as one.") from None
     except yaml.YAMLError as error:
         raise DSpineHubError(f"`{path}` must be valid YAML: {error}") from None
     if not isinstance(raw, dict):
         raise DSpineHubError(f"`{path}` must hold a YAML mapping, got {type(raw).__name__}.")
     for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise DSpineHubError(f"`--set` takes dotted.key=value, got {override!r}.")
-        node, *rest = raw, *key.split(".")
-        for name in rest[:-1]:
-            node = node.setdefault(name, {})
-        node[rest[-1]] = yaml.safe_load(value)
+        _override(raw, override)
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
@@ -130,3 +124,20 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainConfi
             f"`{'.'.join(map(str, item['loc']))}`: {item['msg']}, got {item['input']!r}." for item in error.errors()
         ]
         raise DSpineHubError(f"`{path}` breaks {len(lines)} rule(s):\n" + "\n".join(lines)) from None
+
+
+def _override(raw: dict, override: str) -> None:
+    key, separator, value = override.partition("=")
+    *parents, last = key.split(".")
+    node = raw
+    for name in parents:
+        if isinstance(node, dict) and node.get(name) is None:
+            node[name] = {}
+        node = node[name] if isinstance(node, dict) else None
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        separator = ""
+    if not separator or not last or not isinstance(node, dict):
+        raise DSpineHubError(f"`--set` takes dotted.key=value, got {override!r}: the key must name a setting.")
+    node[last] = parsed

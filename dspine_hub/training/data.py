@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.prompts import read_lines
 from dspine_hub.training.config import DataConfig, SourceConfig
 
 
@@ -70,12 +71,17 @@ def _shuffle(count: int, seed: int, epoch: int) -> np.ndarray:
 def _read(path: Path, config: DataConfig, tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
     length = config.sequence_length
     if path.suffix == ".bin":
+        if path.stat().st_size == 0:
+            raise DSpineHubError(f"`{path}` must hold token ids, got an empty file.")
         stream = np.memmap(path, dtype=config.token_dtype, mode="r")
         rows = len(stream) // length
         return stream[: rows * length].reshape(rows, length), None
     if path.suffix == ".npz":
         with np.load(path) as archive:
-            ids, mask = archive["input_ids"], archive["loss_mask"]
+            missing = sorted({"input_ids", "loss_mask"} - set(archive))
+            if missing:
+                raise DSpineHubError(f"`{path}` must hold `input_ids` and `loss_mask`, got no {missing}.")
+            ids, mask = archive["input_ids"], archive["loss_mask"].astype(bool)
         if ids.shape[1] < length:
             raise DSpineHubError(f"`{path}` must hold rows of at least {length} tokens, got {ids.shape[1]}.")
         return ids[:, :length], mask[:, :length]
@@ -86,14 +92,9 @@ def _read(path: Path, config: DataConfig, tokenizer) -> tuple[np.ndarray, np.nda
 
 def _encode(path: Path, length: int, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     rows, masks = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        record = json.loads(line)
-        if "text" not in record and not {"prompt", "completion"} <= set(record):
-            raise DSpineHubError(
-                f"`{path}` line {number} must hold `text`, or `prompt` and `completion`, got {sorted(record)}."
-            )
-        prompt = tokenizer(record["prompt"])["input_ids"] if "prompt" in record else []
-        text = record["completion"] if "prompt" in record else record["text"]
+    for number, line in enumerate(read_lines(path), 1):
+        prompt, text = _record(path, number, line)
+        prompt = tokenizer(prompt)["input_ids"] if prompt else []
         answer = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         ids = [*prompt, *answer][:length]
         mask = ([False] * len(prompt) + [True] * len(answer))[:length]
@@ -101,3 +102,18 @@ def _encode(path: Path, length: int, tokenizer) -> tuple[np.ndarray, np.ndarray]
         rows.append(ids + [tokenizer.eos_token_id] * padding)
         masks.append(mask + [False] * padding)
     return np.array(rows, dtype=np.int64).reshape(-1, length), np.array(masks, dtype=bool).reshape(-1, length)
+
+
+def _record(path: Path, number: int, line: str) -> tuple[str, str]:
+    """Read one line as `(prompt, text to learn)`."""
+    try:
+        record = json.loads(line)
+        pair = (record["prompt"], record["completion"]) if "prompt" in record else ("", record["text"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        pair = (None, None)
+    if not all(isinstance(part, str) for part in pair):
+        raise DSpineHubError(
+            f"`{path}` line {number} must be a JSON object with `text`, or `prompt` and `completion`, all strings, "
+            f"got {line[:80]!r}."
+        )
+    return pair

@@ -21,6 +21,7 @@ from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.environment import describe_environment
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.generation_dspine import summarize
+from dspine_hub.loading import cast_for_storage
 from dspine_hub.modeling_dspine import DSpineForSpeculation
 from dspine_hub.pairing import describe_target
 from dspine_hub.prompts import read_prompts
@@ -70,7 +71,7 @@ class Trainer:
         self.config = config
         self.accelerator = Accelerator(mixed_precision=config.mixed_precision)
         world = self.accelerator.num_processes
-        self.micro = config.micro_batch_size or config.batch_size // world
+        self.micro = config.micro_batch_size or max(1, config.batch_size // world)
         if config.batch_size % (self.micro * world):
             raise DSpineHubError(
                 f"`batch_size` must be a multiple of micro_batch_size * processes = {self.micro} * {world}, got "
@@ -177,8 +178,13 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Write everything a resumed run needs; older checkpoints beyond `keep_checkpoints` go."""
         folder = self.config.output / "checkpoints" / f"step-{self.step}"
-        self.accelerator.save_state(str(folder))
+        # renamed when complete: a run killed in between resumes from the one before
+        partial = folder.with_name(f"partial-{self.step}")
+        self.accelerator.save_state(str(partial))
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
             for old in self._checkpoints()[: -self.config.keep_checkpoints]:
                 shutil.rmtree(old)
 
@@ -225,17 +231,18 @@ class Trainer:
                 if self.step % config.eval_every == 0 or self.step == config.steps:
                     evaluation = self.evaluate()
                     self._log(evaluation)
-                if self.step % config.save_every == 0 and self.step < config.steps:
+                if self.step % config.save_every == 0 or self.step == config.steps:
                     self.save_checkpoint()
+        # a finished run that is started again
+        evaluation = evaluation or self.evaluate()
         if self.accelerator.is_main_process:
             self.save_model(evaluation)
         return evaluation
 
     def save_model(self, evaluation: dict) -> None:
         """Write the trained model in bfloat16, its tokenizer for a target, and what made it (`training.json`)."""
-        model = self.model.to(torch.bfloat16)
-        model.config.dtype = torch.bfloat16
-        model.save_pretrained(self.config.output)
+        cast_for_storage(self.model)
+        self.model.save_pretrained(self.config.output)
         if self.config.kind == "causal_lm":
             self.tokenizer.save_pretrained(self.config.output)
         record = {

@@ -1,0 +1,124 @@
+"""A model in a folder or in a repository, read alike: its JSON files, its tokenizer, its tensors' headers.
+
+Nothing here loads weights; what a repository holds is read through the Hub client's cache.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspine_hub.errors import DSpineHubError
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Name, shape and dtype of a stored tensor; `dtype` is safetensors' name, like `"BF16"`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Source:
+    """A model folder or repository.
+
+    Args:
+        location (`str` or `Path`): An existing folder, or a repository id `org/name`.
+        revision (`str`, *optional*): Branch, tag or commit of a repository.
+
+    Raises:
+        DSpineHubError: When it is neither, or cannot be reached.
+    """
+
+    def __init__(self, location: str | Path, revision: str | None = None):
+        self.name = str(location)
+        self.revision = revision
+        self.folder = Path(location) if Path(location).is_dir() else None
+        if self.folder is None and (self.name.count("/") != 1 or self.name.startswith((".", "/", "~"))):
+            raise DSpineHubError(f"`{self.name}` must be a folder or a repository id like `org/name`; no such folder.")
+
+    def read_json(self, name: str) -> dict | None:
+        """Read a JSON object, or return `None` when the file is not there."""
+        path = self._file(name)
+        if path is None:
+            return None
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DSpineHubError(f"`{name}` of `{self.name}` must be valid JSON: {error}.") from None
+        if not isinstance(value, dict):
+            raise DSpineHubError(f"`{name}` of `{self.name}` must be a JSON object, got {type(value).__name__}.")
+        return value
+
+    def config(self) -> dict:
+        """Read `config.json`, which must be there."""
+        config = self.read_json("config.json")
+        if config is None:
+            raise DSpineHubError(f"`{self.name}` must hold a `config.json`, got none.")
+        return config
+
+    def tokenizer(self):
+        """Load the tokenizer, or return `None` when there is none."""
+        if self._file("tokenizer_config.json") is None:
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder or self.name, revision=self.revision)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """Read every tensor's header; an empty dict when there are no safetensors weights."""
+        if self.folder is not None:
+            return {header.name: header for path in self.weight_files() for header in read_headers(path)}
+        from huggingface_hub import get_safetensors_metadata
+        from huggingface_hub.errors import NotASafetensorsRepoError
+
+        try:
+            metadata = get_safetensors_metadata(self.name, revision=self.revision)
+        except NotASafetensorsRepoError:
+            return {}
+        return {
+            name: TensorHeader(name, tuple(tensor.shape), str(getattr(tensor.dtype, "value", tensor.dtype)))
+            for file in metadata.files_metadata.values()
+            for name, tensor in file.tensors.items()
+        }
+
+    def weight_files(self) -> list[Path]:
+        """List the local safetensors files."""
+        return sorted(self.folder.glob("*.safetensors")) if self.folder is not None else []
+
+    def _file(self, name: str) -> Path | None:
+        if self.folder is not None:
+            path = self.folder / name
+            return path if path.is_file() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(self.name, name, revision=self.revision))
+        except LocalEntryNotFoundError as error:
+            raise DSpineHubError(
+                f"`{self.name}` is not in the local cache and cannot be downloaded: {error}"
+            ) from None
+        except EntryNotFoundError:
+            return None
+        except HfHubHTTPError as error:
+            raise DSpineHubError(f"`{self.name}` must be a repository you can read, got: {error}") from None
+
+
+def read_headers(path: Path) -> list[TensorHeader]:
+    """Read the headers of one safetensors file.
+
+    Raises:
+        DSpineHubError: When the file is damaged or cut off.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as weights:
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+            return [TensorHeader(name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
+    except SafetensorError as error:
+        raise DSpineHubError(
+            f"`{path}` must be a complete safetensors file, got one that cannot be read ({error}). It may be cut off: "
+            "copy or download it again."
+        ) from None
