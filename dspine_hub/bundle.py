@@ -41,12 +41,14 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def build_bundle(checkpoint: str | Path, out: str | Path) -> Path:
+def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | None = None) -> Path:
     """Write the hub folder of a drafter checkpoint.
 
     Args:
         checkpoint (`str` or `Path`): Folder of a trained drafter (`config.json`, safetensors weights).
         out (`str` or `Path`): Folder to create; must not exist or be empty.
+        target (`str` or `Path`, *optional*): Target to run the canary with: drafts on a few prompts, recorded in
+            `provenance.json` for `verify` to compare with.
 
     Returns:
         `Path`: `out`.
@@ -72,6 +74,8 @@ def build_bundle(checkpoint: str | Path, out: str | Path) -> Path:
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         _write(drafter, Path(checkpoint), work)
+        if target is not None:
+            _record_canary(work, target)
         work.chmod(0o755)
         if out.exists():
             out.rmdir()
@@ -103,6 +107,14 @@ def _write(drafter, checkpoint: Path, folder: Path) -> None:
         "dspine_hub": __version__,
         "files": {path.relative_to(folder).as_posix(): file_sha256(path) for path in files},
     }
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _record_canary(folder: Path, target: str | Path) -> None:
+    from dspine_hub.canary import measure_canary
+
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["canary"] = measure_canary(folder, target)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
 

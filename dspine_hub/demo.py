@@ -9,7 +9,7 @@ import torch
 
 from dspine_hub.bundle import build_bundle, is_bundle
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.generation_dspine import summarize
+from dspine_hub.generation_dspine import TapRecorder, summarize
 from dspine_hub.loading import load_bundle, load_target
 
 
@@ -41,6 +41,13 @@ class Pair:
         """Decode with the target alone; returns ids `[1, P + n]` and seconds."""
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         return _timed(lambda: self.target.generate(ids, max_new_tokens=max_new_tokens, **sampling), ids.device)
+
+    @torch.no_grad()
+    def first_draft(self, ids: torch.Tensor) -> list[int]:
+        """Return the `S` tokens greedily drafted for the first block after a prompt `[1, P]`."""
+        with TapRecorder(self.target, self.drafter.config.target_layer_ids) as taps:
+            logits = self.target(input_ids=ids, use_cache=False).logits
+            return self.drafter.draft(taps.take(), logits[:, -1].argmax(dim=-1)).tokens[0].tolist()
 
     def speculative(
         self, ids: torch.Tensor, max_new_tokens: int, temperature: float, on_round: Callable | None = None

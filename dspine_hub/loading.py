@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.sources import read_headers
+from dspine_hub.sources import Source, read_headers
 
 # what transformers, safetensors and the config's own rules raise for a broken folder
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
@@ -85,7 +85,8 @@ def load_target(path: str | Path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = check_folder(path, "--target")
+    source = Source(path)
+    folder = check_folder(source.folder, "--target") if source.folder is not None else source.name
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)

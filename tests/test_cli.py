@@ -124,7 +124,7 @@ ERRORS = {
     "no-prompt-file": (lambda tmp: ["--prompts", tmp / "none.jsonl"], "`prompts` must name a .jsonl file"),
     "bad-prompt-line": (_bad_line, "line 2 must be a JSON object"),
     "no-drafter": (lambda tmp: ["--drafter", tmp / "none"], "which does not exist"),
-    "no-target": (lambda tmp: ["--target", tmp / "none"], "`--target` must name a folder"),
+    "no-target": (lambda tmp: ["--target", tmp / "none"], "must be a folder or a repository id"),
     "truncated-weights": (_truncated, "must be a complete safetensors file"),
     "taps-out-of-range": (
         lambda tmp: ["--drafter", _pair(tmp, target_layer_ids=[1, 6, 10, 14, 40])],

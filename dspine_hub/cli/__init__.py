@@ -6,6 +6,7 @@ from dspine_hub._version import __version__
 from dspine_hub.cli.bundle import bundle
 from dspine_hub.cli.demo import demo
 from dspine_hub.cli.train import train
+from dspine_hub.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,6 +15,6 @@ def main():
     """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
 
 
-COMMANDS = (bundle, demo, train)
+COMMANDS = (bundle, demo, train, verify)
 for command in COMMANDS:
     main.add_command(command)

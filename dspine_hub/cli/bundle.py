@@ -8,15 +8,16 @@ from dspine_hub.cli._errors import readable_errors
 @click.command()
 @click.argument("checkpoint", type=click.Path())
 @click.argument("out", type=click.Path())
+@click.option("--target", help="Folder or repository of the target: record drafts on a few prompts for `verify`.")
 @readable_errors
-def bundle(checkpoint, out):
+def bundle(checkpoint, out, target):
     """Write the hub folder OUT of a drafter CHECKPOINT: weights, code and provenance, ready for AutoModel.
 
     Example:
 
     \b
-        dspine-hub bundle examples/mini/drafter bundle/mini
+        dspine-hub bundle examples/mini/drafter bundle/mini --target examples/mini/target
     """
     from dspine_hub.bundle import build_bundle
 
-    click.echo(build_bundle(checkpoint, out))
+    click.echo(build_bundle(checkpoint, out, target))

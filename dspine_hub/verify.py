@@ -1,0 +1,234 @@
+"""Open a bundle the way a stranger will, and say everything that is wrong with it.
+
+From cheap to costly: files and hashes, tensors against the config, shipped code against this release, the pair, a load
+in a clean process where this package cannot be imported, and a canary: acceptance on a few prompts. Code of a bundle
+runs only when it is this release's own, or when the caller allows other code.
+"""
+
+import difflib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dspine_hub.bundle import AUTO_MAP, SHIPPED, file_sha256
+from dspine_hub.canary import agreement, measure_canary
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.findings import Report
+from dspine_hub.pairing import check_pair, read_drafter_config
+from dspine_hub.sources import Source, read_headers
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# an unrelated drafter is accepted about once a round; a right one, on any text, far more often
+CANARY_FLOOR = 1.3
+# rounding flips a rare near tie, another dtype or device a few; a tap one layer off changes far more
+CANARY_AGREEMENT = 0.95
+
+
+def verify(
+    folder: str | Path,
+    target: str | Path | None = None,
+    allow_custom_code: bool = False,
+) -> Report:
+    """Check a bundle folder.
+
+    Args:
+        folder (`str` or `Path`): The bundle; pull a repository first, or give its snapshot folder.
+        target (`str` or `Path`, *optional*): Folder of the target. Without it the pair and the canary are not checked.
+        allow_custom_code (`bool`): Run modelling code that is not this release's.
+
+    Returns:
+        [`Report`].
+
+    Raises:
+        DSpineHubError: When `folder` is no folder with a config.
+    """
+    folder = Path(folder)
+    source = Source(folder)
+    if source.folder is None:
+        raise DSpineHubError(f"`PATH` must be a folder, got `{folder}`. Pull a repository with `dspine-hub pull`.")
+    report = Report()
+    check_files(report, folder)
+    try:
+        config = read_drafter_config(source)
+    except DSpineHubError as error:
+        report.add("error", "config", str(error))
+        return report
+    check_tensors(report, folder, config)
+    trusted = check_code(report, folder, allow_custom_code)
+    if not report.ok:
+        return report
+    if trusted:
+        check_clean_load(report, folder)
+    if target is None:
+        report.add("info", "pair", "the pair and its acceptance were not checked.", "give `--target FOLDER`")
+        return report
+    report.extend(check_pair(source, target))
+    if report.ok and trusted:
+        check_canary(report, folder, target)
+    return report
+
+
+def check_files(report: Report, folder: Path) -> None:
+    """Compare the files with `provenance.json`; refuse pickles."""
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    for name in sorted(files):
+        if Path(name).suffix in PICKLES:
+            report.add("error", "pickle", f"`{name}` must not be published: pickles run code.", "store safetensors")
+    provenance = Source(folder).read_json("provenance.json")
+    if provenance is None or not isinstance(provenance.get("files"), dict):
+        report.add(
+            "error",
+            "provenance",
+            "`provenance.json` must list a hash of every file, got none.",
+            "run dspine-hub bundle",
+        )
+        return
+    listed = provenance["files"]
+    for name in sorted(set(listed) - set(files)):
+        report.add("error", "missing-file", f"`{name}` is listed in `provenance.json` and must exist.")
+    # made anew or by the Hub after the hashes were taken
+    unlisted = set(files) - set(listed) - {"provenance.json", "README.md", ".gitattributes"}
+    for name in sorted(unlisted):
+        report.add("error", "unlisted-file", f"`{name}` must be listed in `provenance.json`, got no hash for it.")
+    for name in sorted(set(listed) & set(files) - {"README.md"}):
+        digest = file_sha256(files[name])
+        if digest != listed[name]:
+            message = f"`{name}` must have the sha256 {listed[name][:12]} of `provenance.json`, got {digest[:12]}."
+            report.add("error", "hash", message, "bundle the checkpoint again, or restore the file")
+
+
+def check_tensors(report: Report, folder: Path, config) -> None:
+    """Compare index, shards, names, shapes and values with what the config asks for."""
+    import torch
+    from safetensors import safe_open
+
+    from dspine_hub.modeling_dspine import DSpineForSpeculation
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        report.add("error", "weights", f"`{folder}` must hold safetensors weights, got none.")
+        return
+    try:
+        found = {header.name: (header, path) for path in paths for header in read_headers(path)}
+    except DSpineHubError as error:
+        report.add("error", "weights", str(error))
+        return
+    _check_index(report, folder, {name: path.name for name, (_, path) in found.items()})
+    with torch.device("meta"):
+        expected = DSpineForSpeculation(config).state_dict()
+    for name in sorted(set(expected) - set(found)):
+        report.add("error", "missing-tensor", f"`{name}` must be stored, shape {list(expected[name].shape)}.")
+    for name in sorted(set(found) - set(expected)):
+        header = found[name][0]
+        report.add("error", "unknown-tensor", f"`{name}` {list(header.shape)} is no tensor of a drafter like this.")
+    for name in sorted(set(found) & set(expected)):
+        header, path = found[name]
+        if header.shape != tuple(expected[name].shape):
+            message = f"`{name}` must have shape {list(expected[name].shape)}, got {list(header.shape)}."
+            report.add("error", "shape", message)
+            continue
+        with safe_open(path, framework="pt") as weights:
+            tensor = weights.get_tensor(name)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            report.add(
+                "error", "finite", f"`{name}` must hold finite numbers, got {bad} of {tensor.numel()} that are not."
+            )
+        if name == "transfer_ready" and not bool(tensor):
+            report.add("error", "transfer-space", "`transfer_ready` must be true, got false: it was never trained.")
+
+
+def _check_index(report: Report, folder: Path, owner: dict[str, str]) -> None:
+    index = Source(folder).read_json("model.safetensors.index.json")
+    if index is None:
+        if set(owner.values()) != {"model.safetensors"}:
+            message = (
+                f"`model.safetensors.index.json` must name the shards, got {sorted(set(owner.values()))} without it."
+            )
+            report.add("error", "index", message)
+        return
+    if index.get("weight_map") != owner:
+        wrong = sorted(set((index.get("weight_map") or {}).items()) ^ set(owner.items()))
+        report.add(
+            "error", "index", f"`weight_map` must name the shard of every tensor, got {len(wrong)} differences."
+        )
+
+
+def check_code(report: Report, folder: Path, allow_custom_code: bool) -> bool:
+    """Compare the modelling code with this release's; returns whether it may run."""
+    auto_map = Source(folder).config().get("auto_map")
+    if auto_map != AUTO_MAP:
+        report.add("error", "auto-map", f"`auto_map` must be {AUTO_MAP}, got {auto_map}: code comes from this folder.")
+        return False
+    same = True
+    extra = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - set(SHIPPED)
+    for name in sorted({*SHIPPED, *extra}):
+        path = folder / name
+        theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
+        ours = SHIPPED[name].read_text(encoding="utf-8") if name in SHIPPED else ""
+        if theirs == ours and path.is_file():
+            continue
+        same = False
+        changes = difflib.unified_diff(
+            ours.splitlines(), theirs.splitlines(), f"release/{name}", name, lineterm="", n=1
+        )
+        shown = "\n".join(list(changes)[:40])
+        severity = "warning" if allow_custom_code else "error"
+        remedy = None if allow_custom_code else "read the difference, then pass --allow-custom-code, or bundle again"
+        report.add(severity, "custom-code", f"`{name}` must be this release's own, got another:\n{shown}", remedy)
+    return same or allow_custom_code
+
+
+def check_clean_load(report: Report, folder: Path) -> None:
+    """Load in a process without this package and compare one pass of all layers, number by number."""
+    import torch
+    from safetensors.torch import load_file
+
+    from dspine_hub import clean_probe
+    from dspine_hub.loading import load_drafter_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "probe.safetensors"
+        environment = {**os.environ, "HF_MODULES_CACHE": str(Path(scratch) / "modules"), "HF_HUB_OFFLINE": "1"}
+        # -P keeps the script's own folder, full of modules of ours, off the path
+        command = [sys.executable, "-P", clean_probe.__file__, str(folder.resolve()), str(result)]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=scratch)
+        if run.returncode:
+            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+            report.add("error", "clean-load", f"`{folder}` must load without this package, got: {last}")
+            return
+        clean = load_file(result)["probe"]
+    own = clean_probe.probe(load_drafter_checkpoint(folder).float())
+    # both run the same operations in the same order; only the thread count may differ
+    if not torch.allclose(clean, own, rtol=1e-4, atol=1e-5):
+        gap = float((clean - own).abs().max())
+        report.add(
+            "error", "clean-load", f"`{folder}` must compute what this package computes, got a gap of {gap:.2g}."
+        )
+
+
+def check_canary(report: Report, folder: Path, target: str | Path) -> None:
+    """Compare drafts on the canary prompts with those recorded at publishing, and acceptance with a floor."""
+    try:
+        canary = measure_canary(folder, target)
+    except DSpineHubError as error:
+        report.add("error", "canary", str(error))
+        return
+    advice = "look at taps, mask token and target first: text would come out right, and slowly"
+    tau = canary["tau_pooled"]
+    if tau < CANARY_FLOOR:
+        message = f"acceptance length on the canary prompts must be at least {CANARY_FLOOR}, got {tau:.2f}."
+        report.add("error", "canary", message, advice)
+    recorded = (Source(folder).read_json("provenance.json").get("canary") or {}).get("drafts")
+    if recorded is None:
+        report.add("info", "canary", f"acceptance length on the canary prompts is {tau:.2f}; no drafts were recorded.")
+        return
+    share = agreement(canary["drafts"], recorded)
+    if share < CANARY_AGREEMENT:
+        message = f"drafts on the canary prompts must be those recorded at publishing, got {share:.0%} equal tokens."
+        report.add("error", "canary", message, advice)
+    else:
+        message = f"acceptance length on the canary prompts is {tau:.2f}, {share:.0%} of the drafts are as recorded."
+        report.add("info", "canary", message)
