@@ -9,9 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import jinja2
-
 from dspine_hub._version import __version__
+from dspine_hub.cards import render_card
 from dspine_hub.errors import DSpineHubError
 
 PACKAGE = Path(__file__).parent
@@ -101,7 +100,10 @@ def _write(drafter, checkpoint: Path, folder: Path) -> None:
     for receipt in sorted(checkpoint.glob("receipts/*.json")):
         (folder / "receipts").mkdir(exist_ok=True)
         shutil.copyfile(receipt, folder / "receipts" / receipt.name)
-    (folder / "README.md").write_text(_card(config))
+    for name in ("card.toml", "training.json"):
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+    (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     provenance = {
         "dspine_hub": __version__,
@@ -116,17 +118,6 @@ def _record_canary(folder: Path, target: str | Path) -> None:
     provenance = json.loads((folder / "provenance.json").read_text())
     provenance["canary"] = measure_canary(folder, target)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-
-
-def _card(config: dict) -> str:
-    """Render what the config says; a number about speed or acceptance needs a receipt and is not in it."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dspine_hub.model_cards", ""), undefined=jinja2.StrictUndefined
-    )
-    identifier = config["target"]["id"]
-    # a folder path is no repository id, and the Hub refuses it in the metadata
-    base_model = identifier if identifier.count("/") == 1 else None
-    return environment.get_template("card.md.j2").render(base_model=base_model, **config) + "\n"
 
 
 def is_bundle(path: str | Path) -> bool:

@@ -20,6 +20,7 @@ from dspine_hub.errors import DSpineHubError
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 OVERLAY_FOLDER = os.environ.get("DSPINE_OVERLAYS")
 NEWEST = "installed"
+WRITTEN = ("README.md", "card.toml", "provenance.json", "training.json")
 
 # runs in a fresh process: the package hidden, an empty module cache, one transformers release
 LOADER = """
@@ -81,7 +82,7 @@ def newest_lengths(mini_bundle, tmp_path_factory):
 def test_bundle_holds_code_weights_card_and_a_hash_of_each(mini_bundle):
     """Catches a file that is missing, or that no hash covers."""
     files = {path.relative_to(mini_bundle).as_posix() for path in mini_bundle.rglob("*") if path.is_file()}
-    assert files == {*SHIPPED, "config.json", "model.safetensors", "README.md", "provenance.json"}
+    assert files == {*SHIPPED, "config.json", "model.safetensors", *WRITTEN}
     provenance = json.loads((mini_bundle / "provenance.json").read_text())
     assert set(provenance["files"]) == files - {"provenance.json"}
     for name, digest in provenance["files"].items():
@@ -193,7 +194,7 @@ def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
     def fail(config):
         raise OSError("no space left")
 
-    monkeypatch.setattr("dspine_hub.bundle._card", fail)
+    monkeypatch.setattr("dspine_hub.bundle.render_card", fail)
     with pytest.raises(OSError, match="no space left"):
         build_bundle(MINI / "drafter", tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

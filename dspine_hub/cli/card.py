@@ -1,0 +1,35 @@
+"""`dspine-hub card`."""
+
+import click
+
+from dspine_hub.cli._errors import readable_errors
+from dspine_hub.errors import DSpineHubError
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--repo", metavar="OWNER/NAME", help="Repository the usage snippets name.")
+@click.option("--write", is_flag=True, help="Write PATH/README.md instead of printing.")
+@readable_errors
+def card(path, repo, write):
+    """Render the model card of the bundle folder PATH from its config, receipts, card.toml and training.json.
+
+    Example:
+
+    \b
+        dspine-hub card bundle/mini --write
+    """
+    from dspine_hub.cards import check_folder, render_card, write_card
+
+    text = render_card(path, repo)
+    report = check_folder(path, text)
+    for line in report.lines():
+        click.echo(line, err=True)
+    # a licence is the author's to add before a push; anything else must not be written at all
+    wrong = [finding for finding in report.findings if finding.severity == "error" and finding.rule != "license"]
+    if wrong:
+        raise DSpineHubError(f"the card of `{path}` must pass its own check, got {len(wrong)} error(s), listed above.")
+    if write:
+        click.echo(write_card(path, text))
+    else:
+        click.echo(text, nl=False)
