@@ -320,6 +320,11 @@ class DSpinePreTrainedModel(PreTrainedModel):
     # eigenvalues span orders of magnitude: a basis in half precision gives other codes
     _keep_in_fp32_modules_strict = ["transfer_basis"]
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # attention reads the setting on every call, so it may change after loading
+        return True
+
     def _init_weights(self, module):
         # only what a checkpoint did not fill: loaded parameters carry the mark
         def fresh(parameter):

@@ -210,6 +210,13 @@ def test_eager_equals_sdpa(make_drafter, taps):
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
+def test_attention_can_be_changed_after_loading(make_drafter, taps):
+    """Catches `set_attn_implementation` that warns, changes nothing and leaves the caller on the other path."""
+    drafter = make_drafter()
+    drafter.set_attn_implementation("eager")
+    assert {layer.self_attn.config._attn_implementation for layer in drafter.layers} == {"eager"}
+
+
 def test_a_batch_equals_its_rows(make_drafter, taps):
     """Catches rows that read each other: anchors, context and masks are each request's own."""
     drafter = make_drafter()
