@@ -28,6 +28,9 @@ SHIPPED = {
     "custom_generate/generate.py": PACKAGE / "custom_generate" / "generate.py",
 }
 
+# loading one of these runs whatever code it holds
+PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+
 AUTO_MAP = {
     "AutoConfig": "configuration_dspine.DSpineConfig",
     "AutoModel": "modeling_dspine.DSpineForSpeculation",

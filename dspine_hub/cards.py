@@ -17,6 +17,9 @@ from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.receipts import Receipt, load_receipts, weights_sha256
 
+# stands for the repository until a push knows its name
+PLACEHOLDER = "THIS_REPOSITORY"
+
 TAGS = ("dspine", "speculative-decoding", "draft-model", "sglang")
 
 # what the template shows of a config
@@ -44,6 +47,13 @@ odbl openmdw-1.0 openrail++ osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl 
 fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 gemma unknown other
 """
 LICENSES = frozenset(_LICENSES.split())
+
+PATTERNS = {
+    "pipeline_tag": r"[a-z0-9-]+",
+    "library_name": r"[\w.-]+",
+    "tags": r"[^\n]{1,100}",
+    "language": r"[a-z]{2,3}(-\w+)*|multilingual|code",
+}
 
 # what a line must mention for its numbers to need a receipt
 CLAIM = re.compile(
@@ -109,7 +119,7 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
         target=target,
         entry=entry,
         info=info,
-        repo=repo_id or "THIS_REPOSITORY",
+        repo=repo_id or PLACEHOLDER,
         tables=tables,
         thinking=_measured_thinking(receipts),
         training=_read_training(folder),
@@ -223,6 +233,7 @@ def check_card(text: str, receipts: list[Receipt] | tuple[Receipt, ...] = ()) ->
         report.add("error", "front-matter", "the card must open with YAML front matter, got none.", _RENDER)
         return report
     _check_license(report, metadata)
+    _check_patterns(report, metadata)
     _check_repositories(report, metadata)
     _check_index(report, metadata, receipts)
     if "base_model_relation" in metadata:
@@ -309,6 +320,16 @@ def _check_license(report: Report, metadata: dict) -> None:
         )
     elif license_id == "other" and not (metadata.get("license_name") and metadata.get("license_link")):
         report.add("error", "license", "`license_name` and `license_link` must be given with `license: other`.")
+
+
+def _check_patterns(report: Report, metadata: dict) -> None:
+    for key, pattern in PATTERNS.items():
+        values = metadata.get(key)
+        for value in values if isinstance(values, list) else [] if values is None else [values]:
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                report.add(
+                    "error", "metadata", f"`{key}` must match `{pattern}`, got {value!r}.", "Edit the front matter."
+                )
 
 
 def _check_repositories(report: Report, metadata: dict) -> None:

@@ -12,14 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dspine_hub.bundle import AUTO_MAP, SHIPPED, file_sha256
+from dspine_hub.bundle import AUTO_MAP, PICKLES, SHIPPED, file_sha256
 from dspine_hub.canary import agreement, measure_canary
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.pairing import check_pair, read_drafter_config
 from dspine_hub.sources import Source, read_headers
 
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # an unrelated drafter is accepted about once a round; a right one, on any text, far more often
 CANARY_FLOOR = 1.3
 # rounding flips a rare near tie, another dtype or device a few; a tap one layer off changes far more
@@ -74,7 +73,7 @@ def check_files(report: Report, folder: Path) -> None:
     """Compare the files with `provenance.json`; refuse pickles."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     for name in sorted(files):
-        if Path(name).suffix in PICKLES:
+        if name.lower().endswith(PICKLES):
             report.add("error", "pickle", f"`{name}` must not be published: pickles run code.", "store safetensors")
     provenance = Source(folder).read_json("provenance.json")
     if provenance is None or not isinstance(provenance.get("files"), dict):

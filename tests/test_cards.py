@@ -36,7 +36,7 @@ def bundle(tmp_path):
         if card is not None:
             (folder / "card.toml").write_text(card)
         if training:
-            shutil.copyfile(MINI / "recipe/logs/drafter.training.json", folder / "training.json")
+            shutil.copyfile(MINI / "drafter" / "training.json", folder / "training.json")
         return folder
 
     return make

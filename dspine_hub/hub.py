@@ -1,0 +1,784 @@
+"""Publish a bundle, fetch it, compare two: the only module that writes to a Hub.
+
+A push is one commit on the parent it was planned for. Files are checked before anything is sent, large ones are stored
+before the commit names them, and the tag comes last: killed anywhere, the repository is as it was or complete, and the
+same push run again does what is left.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    hf_raise_for_status,
+)
+
+from dspine_hub._version import __version__
+from dspine_hub.bundle import PICKLES, file_sha256
+from dspine_hub.cards import PLACEHOLDER, check_card
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.findings import Report
+from dspine_hub.receipts import load_receipts
+
+# the Hub writes the first itself; the second is where it looks for results
+HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
+# the card is made anew after the hashes were taken, and the Hub may edit it
+UNHASHED = ("README.md",)
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
+# the Hub refused these before doing anything, so asking again repeats nothing
+BUSY = (429, 503)
+ATTEMPTS = 4
+WAIT_LIMIT_S = 300
+
+# what went wrong -> what it means, the command that helps; one line for each, used by every function here
+REMEDIES = {
+    400: ("the Hub refused the request as malformed", "{command} --dry-run"),
+    401: ("the Hub does not accept this token, or there is none", "hf auth login"),
+    403: ("this token may not do that: use one with the write role, or propose the change", "{propose}"),
+    404: ("no such repository or revision, or it is private and this token may not see it", "hf auth whoami"),
+    409: ("the Hub has something else under this name, or is busy with it", "hf repos tag list {repo_id}"),
+    412: ("someone else committed meanwhile; nothing of this run was published. Run it again", "{command}"),
+    413: ("a file or request is larger than this Hub accepts. Write smaller shards, then run", "{command}"),
+    429: ("the Hub limits the rate of requests. Wait {retry_after}, then run", "{command}"),
+    503: ("the Hub is unavailable. Nothing half-done is visible there; later run", "{command}"),
+    "namespace": ("this token may not create repositories under that name", "hf auth whoami"),
+    "connection": ("the connection failed. What was uploaded is kept; run", "{command}"),
+    "disk-full": ("the disk is full: free space in the destination, or keep the cache elsewhere", "{elsewhere}"),
+    "gated": ("its owner must grant access first; ask on its page, then run", "{command}"),
+    "not-cached": ("it is not complete in the local cache, and offline mode forbids a download", "{online}"),
+    "offline": ("offline mode forbids asking the Hub", "{online}"),
+    "repo-id": ("a repository is named like `org/name`, of letters, digits, `-`, `_` and `.`", "{command}"),
+    "no-xet": ("this Hub offers no xet storage (404 on the xet token). Use plain LFS", "{no_xet}"),
+    "xet": ("the xet client failed. Use plain LFS", "{no_xet}"),
+}
+SAME_AS_503 = (500, 502, 504)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a push; `state` is `"new"`, `"changed"`, `"unchanged"`, `"deleted"`, or `"planned"` in a dry run."""
+
+    path: str
+    size: int
+    state: str
+
+
+@dataclass
+class PushResult:
+    """What a push did, or would send.
+
+    Args:
+        repo_id (`str`): The repository.
+        files (`list[FileEntry]`): Every file of the folder, then every deleted file of the repository.
+        report ([`Report`]): Findings of the checks.
+        card (`str`): The `README.md` sent.
+        dry_run (`bool`): Nothing was sent.
+        committed (`bool`): A commit was made; `False` when the repository held all of it already.
+        commit (`str`, *optional*): Commit that holds these files.
+        url (`str`, *optional*): Where to look at it.
+        pull_request (`str`, *optional*): Address of the pull request.
+        tag (`str`, *optional*): Tag at the commit.
+    """
+
+    repo_id: str
+    files: list[FileEntry]
+    report: Report
+    card: str
+    dry_run: bool = False
+    committed: bool = False
+    commit: str | None = None
+    url: str | None = None
+    pull_request: str | None = None
+    tag: str | None = None
+
+    def as_dict(self) -> dict:
+        """Return the fields for JSON."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("files", "report")}
+        return {**fields, "files": [vars(entry) for entry in self.files], **self.report.as_dict()}
+
+
+@dataclass
+class Difference:
+    """How two bundles differ; every part is empty when they do not.
+
+    Args:
+        config (`dict`): Dotted key -> `[a, b]`; `None` where a side has no such key.
+        tensors (`dict`): Name -> `[a, b]`, each `{"dtype", "shape", "sha256"}` or `None`.
+        receipts (`dict`): File -> dotted key -> `[a, b]`.
+        files (`dict`): Path -> `[sha256 a, sha256 b]`.
+    """
+
+    config: dict[str, list] = field(default_factory=dict)
+    tensors: dict[str, list] = field(default_factory=dict)
+    receipts: dict[str, dict] = field(default_factory=dict)
+    files: dict[str, list] = field(default_factory=dict)
+
+    @property
+    def identical(self) -> bool:
+        """`True` when every file is."""
+        return not self.files
+
+    def as_dict(self) -> dict:
+        """Return the fields for JSON."""
+        return {"identical": self.identical, **vars(self)}
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    pr: bool = False,
+    tag: str | None = None,
+    message: str | None = None,
+    dry_run: bool = False,
+    token: str | None = None,
+    check: Callable[[Path], Report] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PushResult:
+    """Publish a bundle folder as exactly one commit.
+
+    Args:
+        folder (`str` or `Path`): The bundle; a snapshot of the Hub's cache, made of links, will do.
+        repo_id (`str`): `org/name`; created when it does not exist.
+        private (`bool`): Create it private; refused when it exists and is public.
+        pr (`bool`): Open a pull request instead of committing to main.
+        tag (`str`, *optional*): Tag of the commit. One that exists elsewhere is refused before any upload.
+        message (`str`, *optional*): Title of the commit.
+        dry_run (`bool`): Check and list, send nothing.
+        token (`str`, *optional*): Token instead of the stored one.
+        check (*optional*): `check(folder) -> Report`; `dspine_hub.verify.verify` by default.
+        progress (*optional*): Called as `progress(path, sent, size)`, in bytes, from the uploading threads.
+
+    Returns:
+        [`PushResult`]. A dry run returns errors in its report instead of raising.
+
+    Raises:
+        DSpineHubError: When a check fails (nothing is sent then) or the Hub refuses; the message ends with a remedy.
+    """
+    folder = Path(folder)
+    command = f"dspine-hub push {folder} {repo_id}" + (f" --tag {tag}" if tag else "") + (" --pr" if pr else "")
+    _check_repo_id(repo_id, command)
+    if tag is not None and pr:
+        raise DSpineHubError(
+            "`tag` and `pr` exclude each other, got both: a tag belongs on the merged commit. After the merge run "
+            f"`dspine-hub push {folder} {repo_id} --tag {tag}`"
+        )
+    if tag is not None and (not TAG.fullmatch(tag) or tag == "main"):
+        raise DSpineHubError(f"`tag` must be a name like `v1.0`, got {tag!r}.")
+    if not folder.is_dir():
+        raise DSpineHubError(f"`folder` must name a bundle folder, got `{folder}`. Run `dspine-hub bundle`")
+    files, report = list_files(folder)
+    card = _card_of(folder, repo_id, report)
+    if report.ok:
+        report.extend((check or _default_check)(folder))
+    planned = [FileEntry(name, path.stat().st_size, "planned") for name, path in files.items()]
+    result = PushResult(repo_id, planned, report, card, dry_run)
+    if dry_run:
+        return result
+    if not report.ok:
+        errors = "\n".join(line for line in report.lines() if line.startswith("error"))
+        raise DSpineHubError(
+            f"`{folder}` must pass every check, and nothing was sent:\n{errors}\nSee everything with "
+            f"`{command} --dry-run`"
+        )
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _readable(repo_id, command, token),
+        _hub_bars(progress is not None and _uses_xet()),
+    ):
+        # the folder keeps its placeholder: the same bundle may go to several repositories
+        files["README.md"] = Path(scratch) / "README.md"
+        files["README.md"].write_text(card, encoding="utf-8")
+        _send(result, files, private, pr, tag, message, token, progress)
+    return result
+
+
+def _card_of(folder: Path, repo_id: str, report: Report) -> str:
+    """Read the card with the repository's name in it, and check it."""
+    path = folder / "README.md"
+    if not path.is_file():
+        report.add("error", "card", f"`{path}` must exist.", f"dspine-hub card {folder} --write")
+        return ""
+    card = path.read_text(encoding="utf-8", errors="replace").replace(PLACEHOLDER, repo_id)
+    try:
+        receipts = load_receipts(folder / "receipts")
+    except DSpineHubError as error:
+        report.add("error", "receipt", str(error))
+        receipts = []
+    report.extend(check_card(card, receipts))
+    return card
+
+
+def _default_check(folder: Path) -> Report:
+    from dspine_hub.verify import verify
+
+    return verify(folder)
+
+
+def _send(result, files, private, pr, tag, message, token, progress):
+    """Bring the repository to `files`, recording in `result` what was done."""
+    api, repo_id = _api(token), result.repo_id
+    _check_card_remotely(api, result.card, token)
+    try:
+        info = _patiently(api.repo_info, repo_id, revision="main")
+    except RepositoryNotFoundError:
+        # `None` leaves an organisation its own default
+        _patiently(api.create_repo, repo_id, private=private or None, exist_ok=True)
+        info = _patiently(api.repo_info, repo_id, revision="main")
+    if private and info.private is False:
+        raise DSpineHubError(
+            f"`{repo_id}` exists and is public, so `private` cannot hold. Nothing was sent. Make it private first: "
+            f"`hf repos settings {repo_id} --private`"
+        )
+    head = info.sha
+    remote = _remote_files(api, repo_id, head)
+    additions = [_CountedAddition(name, str(path), progress) for name, path in files.items()]
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        same = list(threads.map(lambda addition: _is_same(addition, remote.get(addition.path_in_repo)), additions))
+    changed = [addition for addition, equal in zip(additions, same, strict=True) if not equal]
+    stale = sorted(set(remote) - set(files) - {".gitattributes"})
+    result.files = _states(additions, changed, remote) + [FileEntry(n, remote[n].size, "deleted") for n in stale]
+    refs = _patiently(api.list_repo_refs, repo_id)
+    tagged = {ref.name: ref.target_commit for ref in refs.tags}.get(tag)
+    if tagged is not None and (changed or stale or tagged != head):
+        raise DSpineHubError(
+            f"`tag` must be new or name these files, got `{tag}` on commit {tagged[:12]} of `{repo_id}`. Nothing was "
+            f"sent. Choose another, or remove it: `hf repos tag delete {repo_id} {tag}`"
+        )
+    result.commit, result.url = head, f"{api.endpoint}/{repo_id}/commit/{head}"
+    if changed or stale:
+        if changed:
+            # an ignore file of the repository must not leave files out of a release
+            api.preupload_lfs_files(repo_id, changed, create_pr=pr, gitignore_content="", revision="main")
+        commit = _patiently(
+            api.create_commit,
+            repo_id,
+            [*changed, *(CommitOperationDelete(name, is_folder=False) for name in stale)],
+            commit_message=message or "Publish with dspine-hub",
+            parent_commit=head,
+            create_pr=pr,
+        )
+        result.committed, result.commit, result.url = True, commit.oid, commit.commit_url
+        result.pull_request = commit.pr_url
+        _check_remote(_remote_files(api, repo_id, commit.oid), additions, repo_id, commit.oid)
+    if tag is not None and tagged is None:
+        _patiently(api.create_tag, repo_id, tag=tag, revision=result.commit)
+    result.tag = tag
+
+
+def _states(additions, changed, remote) -> list[FileEntry]:
+    names = {addition.path_in_repo for addition in changed}
+    entries = []
+    for addition in additions:
+        name = addition.path_in_repo
+        state = "unchanged" if name not in names else "changed" if name in remote else "new"
+        entries.append(FileEntry(name, addition.upload_info.size, state))
+    return entries
+
+
+def list_files(folder: Path) -> tuple[dict[str, Path], Report]:
+    """List what a push sends: name in the repository -> file, links resolved, and what must not be sent.
+
+    Args:
+        folder (`Path`): The bundle.
+
+    Returns:
+        `tuple[dict[str, Path], Report]`.
+    """
+    folder = folder.resolve()
+    roots = [folder]
+    # in the Hub's cache a snapshot is a folder of links into one of two neighbours
+    if folder.parent.name == "snapshots":
+        roots += [folder.parents[1] / "blobs", folder.parents[2] / "blobs"]
+    files, report, folded = {}, Report(), {}
+    for place, folders, names in os.walk(folder):
+        linked = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in sorted(names + linked):
+            path = Path(place) / name
+            relative = path.relative_to(folder).as_posix()
+            if problem := _refusal(relative, path, roots):
+                report.add("error", *problem)
+                continue
+            twin = folded.setdefault(relative.casefold(), relative)
+            if twin != relative:
+                text = f"`{relative}` and `{twin}` must differ in more than case: some systems keep only one."
+                report.add("error", "name-case", text, "rename one")
+            files[relative] = path.resolve()
+    return dict(sorted(files.items())), report
+
+
+def _refusal(name: str, path: Path, roots: list[Path]) -> tuple[str, str, str] | None:
+    """Return rule, message and remedy when a file must not be published."""
+    parts = PurePosixPath(name).parts
+    if "\\" in name or any(ord(letter) < 32 for letter in name):
+        return "name", f"{name!r} must not hold backslashes or control characters.", "rename it"
+    if any(part.startswith(".") for part in parts) and parts[0] not in HIDDEN_ALLOWED:
+        return "hidden-file", f"`{name}` is hidden and must not be published.", f"rm -r {path}"
+    if "__pycache__" in parts:
+        return "cache-file", f"`{name}` is a by-product and must not be published.", f"rm -r {path.parent}"
+    if name.lower().endswith(PICKLES):
+        return "pickle", f"`{name}` must not be published: loading a pickle runs its code.", "store safetensors"
+    if path.is_symlink():
+        target = path.resolve()
+        if not target.is_file():
+            return "link", f"`{name}` must point to a file, got `{target}`.", f"rm {path}"
+        if not any(target.is_relative_to(root) for root in roots):
+            text = f"`{name}` must not point out of the folder, got `{target}`."
+            return "link", text, "copy the folder with cp -rL"
+    elif not path.is_file():
+        return "special-file", f"`{name}` must be a regular file.", f"rm {path}"
+    return None
+
+
+def _check_card_remotely(api: HfApi, card: str, token: str | None):
+    """Ask the Hub for its own verdict on the card, before the repository exists."""
+
+    def ask():
+        body = {"content": card, "repoType": "model"}
+        address = f"{api.endpoint}/api/validate-yaml"
+        response = get_session().post(address, json=body, headers=build_hf_headers(token=token))
+        # a self-hosted Hub may not offer the check
+        if response.status_code != 404:
+            hf_raise_for_status(response)
+            return response.json()
+        return {}
+
+    problems = [error.get("message") for error in _patiently(ask).get("errors", [])]
+    if problems:
+        raise DSpineHubError(
+            f"`README.md` must satisfy the Hub, and nothing was sent: {'; '.join(map(str, problems))}. Edit its "
+            "metadata, or write it anew: `dspine-hub card`"
+        )
+
+
+def pull(
+    repo_id: str, dest: str | Path, *, revision: str | None = None, token: str | None = None, progress: bool = False
+) -> Path:
+    """Download a repository into a folder that appears when it is complete and its hashes are right.
+
+    Args:
+        repo_id (`str`): `org/name`.
+        dest (`str` or `Path`): Folder to create; must not exist or be empty.
+        revision (`str`, *optional*): Branch, tag or commit; main by default.
+        token (`str`, *optional*): Token instead of the stored one.
+        progress (`bool`): Show the client's byte bars on stderr.
+
+    Returns:
+        `Path`: `dest`.
+
+    Raises:
+        DSpineHubError: When `dest` is taken, a hash is wrong or the Hub refuses. In offline mode the local cache is
+            the source, and must hold all of it.
+    """
+    dest = Path(dest)
+    command = f"dspine-hub pull {repo_id} {dest}" + (f" --revision {revision}" if revision else "")
+    _check_repo_id(repo_id, command)
+    if dest.is_symlink() or dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise DSpineHubError(
+            f"`dest` must not exist yet or be an empty folder, got `{dest}`. Remove it: `rm -r {dest}`"
+        )
+    with _readable(repo_id, command, token), _hub_bars(progress):
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{dest.name}-", dir=dest.parent))
+        try:
+            _fetch(repo_id, work, revision, token)
+            work.chmod(0o755)
+            if dest.exists():
+                dest.rmdir()
+            work.rename(dest)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return dest
+
+
+def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):
+    api, expected = _api(token), {}
+    if constants.HF_HUB_OFFLINE:
+        snapshot = snapshot_download(repo_id, revision=revision, local_files_only=True)
+        shutil.copytree(snapshot, work, dirs_exist_ok=True)
+    else:
+        commit = _patiently(api.repo_info, repo_id, revision=revision or "main").sha
+        expected = _remote_files(api, repo_id, commit)
+        # straight into the folder: through the cache it would take the space twice
+        snapshot_download(repo_id, revision=commit, local_dir=work, endpoint=api.endpoint, token=token)
+        shutil.rmtree(work / ".cache", ignore_errors=True)
+    files = _walk(work)
+    digests = _digests(files)
+    problems = [f"`{name}` is missing" for name in sorted(set(expected) - set(files))]
+    for name in sorted(set(expected) & set(files)):
+        theirs = expected[name]
+        # what is not in LFS is small
+        ours = digests[name] if theirs.lfs else _git_oid(files[name])
+        if ours != (theirs.lfs.sha256 if theirs.lfs else theirs.blob_id):
+            problems.append(f"`{name}` differs from what the Hub announced")
+    problems += _provenance_problems(work, digests)
+    if problems:
+        raise DSpineHubError(
+            f"`{repo_id}` must arrive as it was published, got: {'; '.join(problems)}. Nothing was kept; if a second "
+            f"try says the same, tell its owner: `{_api(token).endpoint}/{repo_id}/discussions`"
+        )
+
+
+def _provenance_problems(folder: Path, digests: dict[str, str]) -> list[str]:
+    path = folder / "provenance.json"
+    if not path.is_file():
+        return []
+    try:
+        listed = dict(json.loads(path.read_text(encoding="utf-8"))["files"])
+    except (ValueError, KeyError, TypeError):
+        return ["`provenance.json` cannot be read"]
+    return [
+        f"`{name}` differs from its hash in `provenance.json`" if name in digests else f"`{name}` is missing"
+        for name, digest in sorted(listed.items())
+        if name not in UNHASHED and digests.get(name) != digest
+    ]
+
+
+def diff(a: str | Path, b: str | Path, *, token: str | None = None) -> Difference:
+    """Compare config, tensors, receipts and files of two bundles.
+
+    Args:
+        a (`str` or `Path`): A folder, or `org/name`, or `org/name@revision`.
+        b (`str` or `Path`): The other.
+        token (`str`, *optional*): Token instead of the stored one.
+
+    Returns:
+        [`Difference`].
+
+    Raises:
+        DSpineHubError: When one cannot be read.
+    """
+    folders = [_local(side, token, f"dspine-hub diff {a} {b}") for side in (a, b)]
+    # the Hub adds its own attributes to every repository
+    files = [{name: path for name, path in _walk(f).items() if name != ".gitattributes"} for f in folders]
+    result = Difference(
+        config=_changes(*(_read_flat(side.get("config.json")) for side in files)),
+        files=_changes(*(_digests(side) for side in files)),
+    )
+    receipts = sorted(name for name in set(files[0]) | set(files[1]) if re.fullmatch(r"receipts/.*\.json", name))
+    for name in set(receipts) & set(result.files):
+        result.receipts[name] = _changes(*(_read_flat(side.get(name)) for side in files))
+    if any(name.endswith(".safetensors") for name in result.files):
+        result.tensors = _changes(*(_tensors(side) for side in files))
+    return result
+
+
+def _local(side: str | Path, token: str | None, command: str) -> Path:
+    if Path(side).is_dir():
+        return Path(side).resolve()
+    repo_id, _, revision = str(side).partition("@")
+    _check_repo_id(repo_id, command)
+    with _readable(repo_id, command, token), _hub_bars(False):
+        return Path(snapshot_download(repo_id, revision=revision or None, endpoint=_endpoint(), token=token))
+
+
+def _changes(a: dict, b: dict) -> dict[str, list]:
+    return {key: [a.get(key), b.get(key)] for key in sorted(set(a) | set(b)) if a.get(key) != b.get(key)}
+
+
+def _read_flat(path: Path | None) -> dict:
+    """Read a JSON object as dotted key -> value."""
+    if path is None:
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DSpineHubError(f"`{path}` must be valid JSON: {error}.") from None
+    flat = {}
+
+    def visit(prefix, item):
+        if isinstance(item, dict) and (item or not prefix):
+            for key, inner in item.items():
+                visit(f"{prefix}.{key}" if prefix else key, inner)
+        else:
+            flat[prefix] = item
+
+    visit("", value)
+    return flat
+
+
+def _tensors(files: dict[str, Path]) -> dict[str, dict]:
+    """Hash every stored tensor by its own bytes, so that moving one to another shard is no change."""
+    tensors = {}
+    for name, path in files.items():
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            with path.open("rb") as file:
+                start = 8 + int.from_bytes(file.read(8), "little")
+                if start > path.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(file.read(start - 8))
+                header.pop("__metadata__", None)
+                for tensor, fields in header.items():
+                    first, last = fields["data_offsets"]
+                    if start + last > path.stat().st_size:
+                        raise ValueError(f"`{tensor}` lies behind its end")
+                    digest = _range_sha256(file, start + first, last - first)
+                    tensors[tensor] = {"dtype": fields["dtype"], "shape": fields["shape"], "sha256": digest}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DSpineHubError(f"`{path}` must be a complete safetensors file: {error}.") from None
+    return tensors
+
+
+def _range_sha256(file, start: int, length: int) -> str:
+    digest = hashlib.sha256()
+    file.seek(start)
+    while length and (piece := file.read(min(length, 1 << 20))):
+        digest.update(piece)
+        length -= len(piece)
+    return digest.hexdigest()
+
+
+def _walk(folder: Path) -> dict[str, Path]:
+    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+
+
+def _digests(files: dict[str, Path]) -> dict[str, str]:
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        return dict(zip(files, threads.map(file_sha256, files.values()), strict=True))
+
+
+# the wire
+
+
+class _CountedAddition(CommitOperationAdd):
+    """A file to add that reports how much of it was read for the upload."""
+
+    def __init__(self, path_in_repo: str, path: str, progress: Callable[[str, int, int], None] | None):
+        super().__init__(path_in_repo, path)
+        self.progress = progress
+
+    @contextlib.contextmanager
+    def as_file(self, with_tqdm: bool = False) -> Iterator[io.BufferedIOBase]:
+        if not with_tqdm or self.progress is None:
+            with super().as_file() as file:
+                yield file
+            return
+        with _CountedFile(self.path_or_fileobj) as file:
+            size = self.upload_info.size
+            file.on_read = lambda sent: self.progress(self.path_in_repo, min(sent, size), size)
+            yield file
+
+
+class _CountedFile(io.BufferedReader):
+    """A file that reports its position after each read; a retry seeks back and is reported so."""
+
+    def __init__(self, path: str):
+        super().__init__(io.FileIO(path), 1 << 20)
+        self.on_read = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.on_read is not None:
+            self.on_read(self.tell())
+        return data
+
+
+def _endpoint() -> str:
+    # the client reads it once, when it is imported
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def _api(token: str | None) -> HfApi:
+    return HfApi(endpoint=_endpoint(), token=token, library_name="dspine-hub", library_version=__version__)
+
+
+def _uses_xet() -> bool:
+    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
+
+
+def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
+    entries = _patiently(lambda: list(api.list_repo_tree(repo_id, recursive=True, revision=revision)))
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+
+def _git_oid(path: Path) -> str:
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _is_same(addition: CommitOperationAdd, theirs: RepoFile | None) -> bool:
+    if theirs is None or theirs.size != addition.upload_info.size:
+        return False
+    if theirs.lfs is not None:
+        return theirs.lfs.sha256 == addition.upload_info.sha256.hex()
+    # an upload frees its source, and only large files are uploaded
+    with addition.as_file() as file:
+        data = file.read()
+    return theirs.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _check_remote(remote: dict[str, RepoFile], additions: list, repo_id: str, commit: str):
+    """Compare the committed files with the local ones, by checksum and by name."""
+    names = {addition.path_in_repo for addition in additions}
+    wrong = [a.path_in_repo for a in additions if not _is_same(a, remote.get(a.path_in_repo))]
+    wrong += sorted(set(remote) - names - {".gitattributes"})
+    if wrong:
+        raise DSpineHubError(
+            f"`{repo_id}` must hold the files that were sent, got others at commit {commit[:12]}: {wrong}. It was not "
+            "tagged; run the same push again."
+        )
+
+
+def _patiently(call, *arguments, **keywords):
+    """Repeat a call the Hub refused as busy; its client does so for uploads and reads, not for these calls."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return call(*arguments, **keywords)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in BUSY or attempt == ATTEMPTS - 1:
+                raise
+            wait = _retry_after(error)
+            time.sleep(min(2**attempt if wait is None else wait, WAIT_LIMIT_S))
+    raise AssertionError("unreachable")
+
+
+def _retry_after(error: HfHubHTTPError) -> float | None:
+    value = error.response.headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else None
+
+
+@contextlib.contextmanager
+def _hub_bars(show: bool):
+    """Show or hide the client's own progress bars."""
+    hidden = are_progress_bars_disabled()
+    # the user's own setting stands
+    change = constants.HF_HUB_DISABLE_PROGRESS_BARS is None and hidden == show
+    if change:
+        (enable_progress_bars if show else disable_progress_bars)()
+    try:
+        yield
+    finally:
+        if change:
+            (disable_progress_bars if show else enable_progress_bars)()
+
+
+# errors
+
+
+def _check_repo_id(repo_id: str, command: str):
+    bad = not REPO_ID.fullmatch(repo_id) or "--" in repo_id or ".." in repo_id or repo_id.endswith((".git", "-", "."))
+    if bad or len(repo_id.split("/")[1]) > 96:
+        raise _explain("repo-id", repo_id, command.replace(repo_id, "org/name"))
+
+
+@contextlib.contextmanager
+def _readable(repo_id: str, command: str, token: str | None):
+    """Turn what the Hub's client raises into one message that ends with a remedy and shows no token."""
+    try:
+        yield
+    except DSpineHubError:
+        raise
+    except Exception as error:
+        kind, cause = _classify(error)
+        if kind is None:
+            raise
+        detail = f"{cause}".strip().splitlines()
+        message = _explain(kind, repo_id, command, cause, detail[0] if detail else type(cause).__name__)
+        raise DSpineHubError(_without_tokens(str(message), token)) from None
+
+
+def _classify(error: Exception) -> tuple[int | str | None, Exception]:
+    """Return the row of `REMEDIES` for an error or for what caused it, and that cause."""
+    chain, seen = [], error
+    while seen is not None and seen not in chain:
+        chain.append(seen)
+        seen = seen.__cause__
+    # the client wraps: what the Hub answered says more than what was made of it
+    for cause in chain:
+        if isinstance(cause, OfflineModeIsEnabled):
+            offline = isinstance(chain[0], LocalEntryNotFoundError)
+            return ("not-cached" if offline else "offline"), cause
+        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
+            return _kind_of_answer(cause), cause
+    for cause in chain:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "disk-full", cause
+        if isinstance(cause, LocalEntryNotFoundError):
+            return ("not-cached" if constants.HF_HUB_OFFLINE else "connection"), cause
+        if isinstance(cause, HFValidationError):
+            return "repo-id", cause
+        if isinstance(cause, OSError | RuntimeError) and "xet" in f"{type(cause).__module__} {cause}".lower():
+            return _kind_of_xet_error(str(cause)), cause
+        if isinstance(cause, HTTPError | ConnectionError | TimeoutError):
+            return "connection", cause
+    return None, error
+
+
+def _kind_of_answer(error: HfHubHTTPError) -> int | str | None:
+    status = error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return "gated"
+    if status == 404 and "/xet-write-token/" in str(error.response.url):
+        return "no-xet"
+    if status == 403 and str(error.response.url).endswith("/api/repos/create"):
+        return "namespace"
+    # the Hub answers 401 for what does not exist, whoever asks
+    if isinstance(error, RepositoryNotFoundError) and "authorization" in error.response.request.headers:
+        return 404
+    status = 503 if status in SAME_AS_503 else status
+    return status if status in REMEDIES else None
+
+
+def _kind_of_xet_error(text: str) -> int | str:
+    # its own client keeps the Hub's answer only as text
+    match = re.search(r"HTTP status (?:client|server) error \((\d{3})", text)
+    status = int(match[1]) if match else None
+    if status == 404:
+        return "no-xet"
+    return status if status in REMEDIES else "xet"
+
+
+def _explain(kind, repo_id: str, command: str, cause: Exception | None = None, detail: str = "") -> DSpineHubError:
+    meaning, remedy = REMEDIES[kind]
+    wait = _retry_after(cause) if kind == 429 else None
+    words = {
+        "repo_id": repo_id,
+        "command": command,
+        "propose": f"{command} --pr" if " push " in command and "--pr" not in command else "hf auth login",
+        "online": f"HF_HUB_OFFLINE=0 {command}",
+        "no_xet": f"HF_HUB_DISABLE_XET=1 {command}",
+        "elsewhere": f"HF_HOME=/other/disk {command}",
+        "retry_after": "a few minutes" if wait is None else f"{wait:.0f} s",
+    }
+    said = f"{detail.rstrip('.')}. " if detail else ""
+    meaning = meaning.format(**words)
+    return DSpineHubError(f"`{repo_id}`: {said}{meaning[0].upper()}{meaning[1:]}: `{remedy.format(**words)}`")
+
+
+def _without_tokens(text: str, token: str | None) -> str:
+    for secret in filter(None, (token, os.environ.get("HF_TOKEN"), os.environ.get("HUGGING_FACE_HUB_TOKEN"))):
+        text = text.replace(secret, "***")
+    return re.sub(r"\bhf_[A-Za-z0-9]{6,}", "***", text)
