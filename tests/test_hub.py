@@ -19,7 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hub_server import Blob, HubServer, _Handler, copy_repository
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from safetensors.torch import load_file, save_file
 from test_receipts import RECEIPT
 
@@ -367,6 +367,7 @@ def test_parts_and_progress_cover_every_byte(server, folder):
 def test_many_files_and_pages(server, folder):
     """Catches a listing cut at its first page, which would delete or re-send the rest."""
     server.page_size = 5
+    (folder / "notes").mkdir()
     for number in range(30):
         (folder / "notes" / f"{number}.json").write_text(str(number))
     hub.push(seal(folder), REPO, check=passes)
@@ -988,3 +989,34 @@ def test_server_runs_alone(tmp_path):
     finally:
         process.terminate()
         process.wait(10)
+
+
+# a pair that lies on the Hub alone
+
+
+PAIR = """
+import json, sys
+from dspine_hub.pairing import check_pair
+report = check_pair(sys.argv[1], sys.argv[2])
+print(json.dumps(report.as_dict()))
+"""
+
+
+def test_pair_is_checked_from_headers_of_repositories(server, tmp_path):
+    """Catches a check that needs the weights: only configs, tokenizer and headers may be fetched."""
+    api = HfApi(endpoint=server.url, token=TOKEN)
+    for name, folder in (("org/mini-target", MINI / "target"), ("org/mini-drafter", MINI / "drafter")):
+        api.create_repo(name)
+        operations = [CommitOperationAdd(path.name, str(path)) for path in sorted(folder.iterdir())]
+        api.create_commit(name, operations, commit_message="add")
+    server.requests.clear()
+    env = environment(server, tmp_path / "home")
+    command = [sys.executable, "-c", PAIR, "org/mini-drafter", "org/mini-target"]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["ok"]
+    # the head's hash needs the weights, which stay where they are
+    assert [finding["rule"] for finding in report["findings"]] == ["head-sha256"]
+    cached = [path for path in (tmp_path / "home").rglob("*.safetensors") if path.stat().st_size > 1_000_000]
+    assert cached == []
