@@ -312,7 +312,9 @@ def dspine_decode(
                 more, own = _accept(chunk, draft, accepted, sample, generator)
                 accepted += more
             context = taps.take(accepted + 1)
-            cache.crop(accepted - draft.tokens.shape[1])
+            # never by 0, which means "keep nothing" up to transformers 5.16
+            if accepted < draft.tokens.shape[1]:
+                cache.crop(accepted - draft.tokens.shape[1])
             drafted = block[0, 1 : 1 + accepted].tolist()
             statistics.accepted.append(accepted)
             clock.mark(None)
