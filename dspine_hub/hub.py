@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -730,11 +731,18 @@ def _classify(error: Exception) -> tuple[int | str | None, Exception]:
             return ("not-cached" if constants.HF_HUB_OFFLINE else "connection"), cause
         if isinstance(cause, HFValidationError):
             return "repo-id", cause
-        if isinstance(cause, OSError | RuntimeError) and "xet" in f"{type(cause).__module__} {cause}".lower():
+        if isinstance(cause, OSError | RuntimeError) and _is_from_xet(cause):
             return _kind_of_xet_error(str(cause)), cause
         if isinstance(cause, HTTPError | ConnectionError | TimeoutError):
             return "connection", cause
     return None, error
+
+
+def _is_from_xet(error: Exception) -> bool:
+    """Tell whether the xet client raised this: it uses plain built-in errors, so the place says more than the text."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [f"{code.co_name} {Path(code.co_filename).name}" for code in frames]
+    return "xet" in " ".join([*places, type(error).__module__, str(error)]).lower()
 
 
 def _kind_of_answer(error: HfHubHTTPError) -> int | str | None:

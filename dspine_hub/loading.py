@@ -67,17 +67,21 @@ def load_drafter_checkpoint(path: str | Path):
         drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
+    _check_report(folder, report)
+    if not bool(drafter.transfer_ready):
+        raise DSpineHubError(
+            f"`transfer_ready` in `{folder}` must be true, got false: this drafter was never trained."
+        )
+    return drafter.eval()
+
+
+def _check_report(folder: Path, report: dict) -> None:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise DSpineHubError(
                 f"`{folder}` must hold exactly the drafter's tensors, got {problem.replace('_', ' ')}: "
                 f"{sorted(map(str, report[problem]))}."
             )
-    if not bool(drafter.transfer_ready):
-        raise DSpineHubError(
-            f"`transfer_ready` in `{folder}` must be true, got false: this drafter was never trained."
-        )
-    return drafter.eval()
 
 
 def load_target(path: str | Path):
@@ -112,7 +116,10 @@ def load_bundle(path: str | Path, target, tokenizer):
 
     folder = check_folder(path, "--drafter")
     try:
-        drafter = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=target.dtype)
+        drafter, report = AutoModel.from_pretrained(
+            folder, trust_remote_code=True, dtype=target.dtype, output_loading_info=True
+        )
+        _check_report(folder, report)
         return drafter.to(target.device).eval().bind(target, tokenizer)
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be used with this target: {error}") from error

@@ -439,6 +439,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
                 "training, or load a trained checkpoint."
             )
         self._check_head(head.weight)
+        self._check_codes()
         if self.config.transfer_storage == "basis":
             basis = [self.transfer_basis.mean, self.transfer_basis.directions, self.transfer_basis.eigenvalues]
             codes = transfer_codes(head.weight, *(tensor.to(head.weight.device) for tensor in basis))
@@ -458,6 +459,16 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
                 f"{record['tokenizer_sha256'][:12]}), got {fingerprint[:12]}. Load the tokenizer of `{record['id']}`."
             )
         self._checked_tokenizer = tokenizer
+
+    def _check_codes(self) -> None:
+        # a checkpoint read without its codes only warns in transformers, and leaves memory as it was
+        if self.config.transfer_storage == "codes":
+            norms = self.transfer_codes[:64].float().norm(dim=-1)
+            if not bool(torch.isfinite(norms).all() & (norms < 1.1).all() & (norms.max() > 0.9)):
+                raise ValueError(
+                    f"`transfer_codes` must hold unit rows, got lengths from {float(norms.min()):.3g} to "
+                    f"{float(norms.max()):.3g}: the checkpoint is incomplete. Run `dspine-hub verify` on it."
+                )
 
     def _check_head(self, weight: torch.Tensor) -> None:
         record = self.config.target or {}
