@@ -6,12 +6,12 @@ The folder appears whole or not at all: it is written beside its place and renam
 import hashlib
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 from dspine_hub._version import __version__
 from dspine_hub.cards import render_card
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.folders import check_free, new_folder
 
 PACKAGE = Path(__file__).parent
 
@@ -59,11 +59,7 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
         DSpineHubError: When the checkpoint is missing, incomplete or invalid, or `out` is taken. Nothing is written
             then.
     """
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DSpineHubError(
-            f"`OUT` must not exist yet or be an empty folder, got `{out}`. Remove it or name another."
-        )
+    out = check_free(out, "OUT")
     from dspine_hub.loading import load_drafter_checkpoint
 
     drafter = load_drafter_checkpoint(checkpoint)
@@ -72,18 +68,10 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
             f"`target` must be recorded in `{checkpoint}/config.json`, got none: a drafter without its target cannot "
             "be paired. Train or convert it with the target at hand."
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with new_folder(out) as work:
         _write(drafter, Path(checkpoint), work)
         if target is not None:
             _record_canary(work, target)
-        work.chmod(0o755)
-        if out.exists():
-            out.rmdir()
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return out
 
 

@@ -47,6 +47,7 @@ from dspine_hub.bundle import PICKLES, file_sha256
 from dspine_hub.cards import PLACEHOLDER, check_card
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
+from dspine_hub.folders import check_free, new_folder
 from dspine_hub.receipts import load_receipts
 
 # the Hub writes the first itself; the second is where it looks for results
@@ -404,21 +405,9 @@ def pull(
     dest = Path(dest)
     command = f"dspine-hub pull {repo_id} {dest}" + (f" --revision {revision}" if revision else "")
     _check_repo_id(repo_id, command)
-    if dest.is_symlink() or dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise DSpineHubError(
-            f"`dest` must not exist yet or be an empty folder, got `{dest}`. Remove it: `rm -r {dest}`"
-        )
-    with _readable(repo_id, command, token), _hub_bars(progress):
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{dest.name}-", dir=dest.parent))
-        try:
-            _fetch(repo_id, work, revision, token)
-            work.chmod(0o755)
-            if dest.exists():
-                dest.rmdir()
-            work.rename(dest)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    check_free(dest, "dest")
+    with _readable(repo_id, command, token), _hub_bars(progress), new_folder(dest) as work:
+        _fetch(repo_id, work, revision, token)
     return dest
 
 
