@@ -162,6 +162,7 @@ def push(
     pr: bool = False,
     tag: str | None = None,
     message: str | None = None,
+    collection: str | None = None,
     dry_run: bool = False,
     token: str | None = None,
     check: Callable[[Path], Report] | None = None,
@@ -176,6 +177,7 @@ def push(
         pr (`bool`): Open a pull request instead of committing to main.
         tag (`str`, *optional*): Tag of the commit. One that exists elsewhere is refused before any upload.
         message (`str`, *optional*): Title of the commit.
+        collection (`str`, *optional*): Slug of a collection to put the repository into, `org/name-id`.
         dry_run (`bool`): Check and list, send nothing.
         token (`str`, *optional*): Token instead of the stored one.
         check (*optional*): `check(folder) -> Report`; `dspine_hub.verify.verify` by default.
@@ -222,6 +224,8 @@ def push(
         files["README.md"] = Path(scratch) / "README.md"
         files["README.md"].write_text(card, encoding="utf-8")
         _send(result, files, private, pr, tag, message, token, progress)
+        if collection is not None:
+            _patiently(_api(token).add_collection_item, collection, repo_id, "model", exists_ok=True)
     return result
 
 

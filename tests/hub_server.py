@@ -193,6 +193,8 @@ class HubServer:
         (self.folder / "objects").mkdir(parents=True, exist_ok=True)
         self.xet, self.part_size, self.page_size, self.users = xet, part_size, page_size, dict(users)
         self.repositories: dict[str, Repository] = {}
+        # slug -> repositories in it
+        self.collections: dict[str, list[str]] = {}
         self.requests: list[Request] = []
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
@@ -255,6 +257,8 @@ SHA256 = r"(?P<sha>[0-9a-f]{64})"
 ROUTES = [
     ("GET", r"/api/whoami-v2", "whoami"),
     ("POST", r"/api/validate-yaml", "validate_card"),
+    ("POST", r"/api/collections/(?P<slug>[\w.-]+/[\w.-]+)/items", "add_to_collection"),
+    ("GET", r"/api/collections/(?P<slug>[\w.-]+/[\w.-]+)", "collection"),
     ("POST", r"/api/repos/create", "create_repository"),
     ("DELETE", r"/api/repos/delete", "delete_repository"),
     ("POST", rf"/{REPOSITORY}\.git/info/lfs/objects/batch", "lfs_batch"),
@@ -715,6 +719,26 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Answer(409, "Tag reference exists already")
         repository.tags[name] = commit.oid
         self._send(200, {})
+
+    def collection(self, body, slug):
+        if slug not in self.hub.collections:
+            raise _Answer(404, "Collection not found")
+        items = [
+            {"_id": str(number), "id": repo, "type": "model", "position": number}
+            for number, repo in enumerate(self.hub.collections[slug])
+        ]
+        facts = {"slug": slug, "title": slug, "owner": slug.split("/")[0], "items": items, "position": 0}
+        extra = {"lastUpdated": "2026-01-01T00:00:00.000Z", "private": False, "theme": "blue", "upvotes": 0}
+        self._send(200, facts | extra)
+
+    def add_to_collection(self, body, slug):
+        self._may_write(slug)
+        item = json.loads(body)["item"]["id"]
+        if item in self.hub.collections.get(slug, ()):
+            raise _Answer(409, "Item already exists in this collection")
+        if slug in self.hub.collections:
+            self.hub.collections[slug].append(item)
+        self.collection(body, slug)
 
     def delete_tag(self, body, repo, rev):
         repository = self._repository(repo, write=True)

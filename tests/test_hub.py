@@ -991,6 +991,16 @@ def test_server_runs_alone(tmp_path):
         process.wait(10)
 
 
+def test_collection_gains_the_repository_once(server, folder):
+    """Catches a second push that fails because the repository is in the collection already."""
+    server.collections["org/drafters-1"] = ["org/other"]
+    for _ in range(2):
+        hub.push(folder, REPO, collection="org/drafters-1", check=passes)
+    assert server.collections["org/drafters-1"] == ["org/other", REPO]
+    with pytest.raises(DSpineHubError, match="404"):
+        hub.push(folder, REPO, collection="org/none-2", check=passes)
+
+
 # a pair that lies on the Hub alone
 
 

@@ -15,12 +15,13 @@ from dspine_hub.cli._errors import readable_errors
 @click.option("--pr", is_flag=True, help="Open a pull request instead of committing to main.")
 @click.option("--tag", metavar="V", help="Tag the commit, like v1.0.")
 @click.option("--message", metavar="M", help="Title of the commit.")
+@click.option("--collection", metavar="SLUG", help="Put the repository into this collection too.")
 @click.option("--dry-run", is_flag=True, help="Check and list, send nothing.")
 @click.option("--target", type=click.Path(), help="Target folder: also checks the pair and its acceptance.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--quiet", is_flag=True, help="Print only the address of the commit or pull request.")
 @readable_errors
-def push(path, repo, private, pr, tag, message, dry_run, target, as_json, quiet):
+def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_json, quiet):
     """Publish the bundle PATH as one commit of REPO, after checking everything about it.
 
     Example:
@@ -44,6 +45,7 @@ def push(path, repo, private, pr, tag, message, dry_run, target, as_json, quiet)
             pr=pr,
             tag=tag,
             message=message,
+            collection=collection,
             dry_run=dry_run,
             check=lambda folder: verify(folder, target=target),
             progress=progress,
