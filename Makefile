@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 OVERLAYS = $(VENV)/overlays/.ready
+OLAH = $(VENV)/olah
 
 .PHONY: demo test lint format clean
 
@@ -17,6 +18,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(OVERLAYS): $(READY) tests/overlays.py
 	$(BIN)/python tests/overlays.py $(VENV)/overlays
+	# a mirror by other people: it reads what we published, in a process of its own
+	$(BIN)/python -m pip install --quiet --upgrade --target $(OLAH) olah==0.5.4
 	touch $@
 
 demo: $(READY)
@@ -32,7 +35,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 test: lint $(OVERLAYS)
-	DSPINE_OVERLAYS=$(VENV)/overlays $(BIN)/python -m pytest
+	DSPINE_OVERLAYS=$(VENV)/overlays DSPINE_OLAH=$(abspath $(OLAH)) $(BIN)/python -m pytest
 
 clean:
 	rm -rf $(VENV)

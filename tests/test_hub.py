@@ -282,7 +282,8 @@ def test_independent_mirror_reads_what_was_pushed(published, mini, tmp_path):
     finally:
         mirror.terminate()
         mirror.wait(10)
-    for name in names_in(mini):
+    # the card alone differs: it names its repository
+    for name in names_in(mini) - {"README.md"}:
         assert file_sha256(tmp_path / "copy" / name) == file_sha256(mini / name), name
 
 
