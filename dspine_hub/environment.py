@@ -5,7 +5,17 @@ import platform
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("dspine-hub", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "triton", "sglang")
+PACKAGES = (
+    "dspine-hub",
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "triton",
+    "sglang",
+)
 
 
 def describe_environment() -> dict:

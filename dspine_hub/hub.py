@@ -163,6 +163,7 @@ def push(
     tag: str | None = None,
     message: str | None = None,
     collection: str | None = None,
+    target: str | Path | None = None,
     dry_run: bool = False,
     token: str | None = None,
     check: Callable[[Path], Report] | None = None,
@@ -178,6 +179,7 @@ def push(
         tag (`str`, *optional*): Tag of the commit. One that exists elsewhere is refused before any upload.
         message (`str`, *optional*): Title of the commit.
         collection (`str`, *optional*): Slug of a collection to put the repository into, `org/name-id`.
+        target (`str` or `Path`, *optional*): Target the pair and its acceptance are checked with.
         dry_run (`bool`): Check and list, send nothing.
         token (`str`, *optional*): Token instead of the stored one.
         check (*optional*): `check(folder) -> Report`; `dspine_hub.verify.verify` by default.
@@ -191,6 +193,7 @@ def push(
     """
     folder = Path(folder)
     command = f"dspine-hub push {folder} {repo_id}" + (f" --tag {tag}" if tag else "") + (" --pr" if pr else "")
+    command += f" --target {target}" if target is not None else ""
     _check_repo_id(repo_id, command)
     if tag is not None and pr:
         raise DSpineHubError(
@@ -204,7 +207,7 @@ def push(
     files, report = list_files(folder)
     card = _card_of(folder, repo_id, report)
     if report.ok:
-        report.extend((check or _default_check)(folder))
+        report.extend(_verify(folder, target) if check is None else check(folder))
     planned = [FileEntry(name, path.stat().st_size, "planned") for name, path in files.items()]
     result = PushResult(repo_id, planned, report, card, dry_run)
     if dry_run:
@@ -245,10 +248,10 @@ def _card_of(folder: Path, repo_id: str, report: Report) -> str:
     return card
 
 
-def _default_check(folder: Path) -> Report:
+def _verify(folder: Path, target: str | Path | None) -> Report:
     from dspine_hub.verify import verify
 
-    return verify(folder)
+    return verify(folder, target)
 
 
 def _send(result, files, private, pr, tag, message, token, progress):

@@ -84,6 +84,7 @@ def check_pair(drafter: str | Path | Source, target: str | Path | Source) -> Rep
     tokenizer = theirs.tokenizer()
     _check_tokenizer(report, config, record, tokenizer, theirs)
     _check_positions(report, config, text)
+    _check_dtype(report, mine.config(), text)
     _check_generation(report, record, tokenizer, text)
     return report
 
@@ -218,6 +219,13 @@ def _check_positions(report: Report, config: DSpineConfig, text: dict) -> None:
             f"`layer_types` of the target hold {kinds}: the transformers loop cannot take rejected drafts back there.",
             'serve it with the SGLang plugin (`pip install "dspine-hub[sglang]"`)',
         )
+
+
+def _check_dtype(report: Report, raw: dict, text: dict) -> None:
+    mine, theirs = (side.get("dtype") or side.get("torch_dtype") for side in (raw, text))
+    if mine and theirs and mine != theirs:
+        message = f"`dtype` of the drafter is {mine!r}, the target's {theirs!r}: load the drafter in the target's."
+        report.add("info", "dtype", message)
 
 
 def _check_generation(report: Report, record: dict, tokenizer, text: dict) -> None:

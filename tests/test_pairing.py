@@ -101,6 +101,7 @@ CAUTIONS = {
         "thinking",
     ),
     "no-tokenizer": (lambda d, t: (t / "tokenizer_config.json").unlink(), "warning", "tokenizer"),
+    "other-dtype": (lambda d, t: edit(t, dtype="float16"), "info", "dtype"),
     "other-rope-base": (lambda d, t: edit(d, rope_parameters__rope_theta=10000.0), "info", "rope"),
     "partial-rope-target": (lambda d, t: edit(t, partial_rotary_factor=0.25), "info", "rope"),
     "quantised-target": (

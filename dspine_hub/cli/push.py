@@ -34,7 +34,6 @@ def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_
     from transformers.utils import logging
 
     from dspine_hub.hub import push as push_bundle
-    from dspine_hub.verify import verify
 
     logging.disable_progress_bar()
     with _byte_bars(hidden=as_json or quiet or dry_run) as progress:
@@ -47,7 +46,7 @@ def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_
             message=message,
             collection=collection,
             dry_run=dry_run,
-            check=lambda folder: verify(folder, target=target),
+            target=target,
             progress=progress,
         )
     if as_json:
