@@ -127,10 +127,11 @@ def test_bundle_decodes_without_this_package(mini_bundle, tmp_path, hidden, newe
 
 @pytest.mark.overlay
 @pytest.mark.skipif(OVERLAY_FOLDER is None, reason="set DSPINE_OVERLAYS to a folder filled by tests/overlays.py")
+@pytest.mark.parametrize("hidden", [("dspine_hub",), ("dspine_hub", "triton")], ids=["triton", "no-triton"])
 @pytest.mark.parametrize("version", OVERLAYS)
-def test_bundle_decodes_on_every_supported_transformers(mini_bundle, tmp_path, version, newest_lengths):
+def test_bundle_decodes_on_every_supported_transformers(mini_bundle, tmp_path, version, hidden, newest_lengths):
     """Catches an API that changed between releases; equal acceptance catches a silent change of the drafts."""
-    report = run_loader(mini_bundle, tmp_path, version)
+    report = run_loader(mini_bundle, tmp_path, version, hidden)
     assert report["version"] == version and report["module"] == "transformers_modules"
     assert report["spec_generate"] and report["custom_generate"]
     assert report["stock"] is (None if version == "5.12.1" else True)
