@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -771,6 +774,11 @@ def test_all_broken_rules_are_listed_at_once(write_config):
     assert "`stepz`" in str(error.value) and "`steps`" in str(error.value)
 
 
+def test_a_bare_no_is_a_word_and_not_false(write_config):
+    """Catches `mixed_precision: no`, which YAML reads as false, refused in words nobody can act on."""
+    assert load_config(write_config(), ("mixed_precision=no",)).mixed_precision == "no"
+
+
 def test_overrides_apply_as_yaml(write_config):
     """Catches values kept as strings, a section replaced instead of changed, and a section that is not there yet."""
     overrides = (
@@ -1133,3 +1141,24 @@ def test_without_injection_a_run_leaves_the_injection_silent(corpus, trained_tar
     for name, value in trainer.final.items():
         frozen = name.startswith(("injection.", "transfer_"))
         assert torch.equal(value, before[name]) == frozen, name
+
+
+def test_two_processes_train_one_model(unbroken, tmp_path):
+    """Catches a model saved twice or in parts, a log written by every process, and a result printed twice."""
+    _, config, _ = unbroken
+    fields = json.loads(config.model_dump_json()) | {"output": str(tmp_path / "run"), "micro_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(fields))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, "-m", "dspine_hub", "train", str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count('"output"') == 1
+    log = read_log(tmp_path / "run")
+    assert [record["step"] for record in log if "loss" in record] == sorted({r["step"] for r in log if "loss" in r})
+    drafter = DSpineForSpeculation.from_pretrained(tmp_path / "run")
+    assert bool(drafter.transfer_ready)
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in drafter.parameters())

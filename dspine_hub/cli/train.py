@@ -19,12 +19,14 @@ def train(config, overrides):
     \b
         dspine-hub train examples/mini/recipe/drafter.yaml --set steps=200
 
-    Several GPUs or machines: start it with `accelerate launch --module dspine_hub train CONFIG`.
+    Several GPUs: `torchrun --nproc_per_node 8 -m dspine_hub train CONFIG`.
     """
     from dspine_hub.training.config import load_config
 
     run = load_config(config, overrides)
     from dspine_hub.training.loop import Trainer
 
-    evaluation = Trainer(run).run()
-    click.echo(json.dumps({"output": str(run.output), **evaluation}, indent=2))
+    trainer = Trainer(run)
+    evaluation = trainer.run()
+    if trainer.accelerator.is_main_process:
+        click.echo(json.dumps({"output": str(run.output), **evaluation}, indent=2))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dspine_hub.errors import DSpineHubError
 
@@ -91,6 +91,12 @@ class TrainConfig(_Strict):
     eval_batches: int = Field(8, ge=1)
     save_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _yaml_no(cls, value):
+        # YAML reads a bare `no` as false
+        return "no" if value is False else value
 
 
 def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
