@@ -3,7 +3,6 @@
 The folder appears whole or not at all: it is written beside its place and renamed when complete.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from dspine_hub._version import __version__
 from dspine_hub.cards import render_card
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.folders import check_free, new_folder
+from dspine_hub.folders import check_free, file_sha256, new_folder
 
 PACKAGE = Path(__file__).parent
 
@@ -35,12 +34,6 @@ AUTO_MAP = {
     "AutoConfig": "configuration_dspine.DSpineConfig",
     "AutoModel": "modeling_dspine.DSpineForSpeculation",
 }
-
-
-def file_sha256(path: Path) -> str:
-    """Hash a file in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | None = None) -> Path:
@@ -70,8 +63,12 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
         )
     with new_folder(out) as work:
         _write(drafter, Path(checkpoint), work)
+        provenance = {"dspine_hub": __version__, "files": _hashes(work)}
         if target is not None:
-            _record_canary(work, target)
+            from dspine_hub.canary import measure_canary
+
+            provenance["canary"] = measure_canary(work, target)
+        (work / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return out
 
 
@@ -95,20 +92,11 @@ def _write(drafter, checkpoint: Path, folder: Path) -> None:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)
     (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
+
+
+def _hashes(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    provenance = {
-        "dspine_hub": __version__,
-        "files": {path.relative_to(folder).as_posix(): file_sha256(path) for path in files},
-    }
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-
-
-def _record_canary(folder: Path, target: str | Path) -> None:
-    from dspine_hub.canary import measure_canary
-
-    provenance = json.loads((folder / "provenance.json").read_text())
-    provenance["canary"] = measure_canary(folder, target)
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    return {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
 
 
 def is_bundle(path: str | Path) -> bool:

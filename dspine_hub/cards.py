@@ -4,7 +4,6 @@
 refuses what the Hub would refuse and what no receipt supports.
 """
 
-import hashlib
 import json
 import re
 import tomllib
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dspine_hub.catalog import STATUS, UNKNOWN, Entry, describe, find_target
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
+from dspine_hub.folders import file_sha256
 from dspine_hub.receipts import Receipt, load_receipts, weights_sha256
 
 # stands for the repository until a push knows its name
@@ -143,7 +143,7 @@ def write_card(folder: str | Path, text: str) -> Path:
     readme.write_text(text, encoding="utf-8")
     if provenance.is_file():
         record = json.loads(provenance.read_text(encoding="utf-8"))
-        record["files"]["README.md"] = hashlib.sha256(readme.read_bytes()).hexdigest()
+        record["files"]["README.md"] = file_sha256(readme)
         provenance.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return readme
 

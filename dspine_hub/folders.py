@@ -1,5 +1,6 @@
-"""A folder that appears whole or not at all."""
+"""A folder that appears whole or not at all, and the hash of a file."""
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -7,6 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dspine_hub.errors import DSpineHubError
+
+
+def file_sha256(path: Path) -> str:
+    """Hash a file in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_free(folder: str | Path, name: str) -> Path:

@@ -43,11 +43,11 @@ from huggingface_hub.utils import (
 )
 
 from dspine_hub._version import __version__
-from dspine_hub.bundle import PICKLES, file_sha256
+from dspine_hub.bundle import PICKLES
 from dspine_hub.cards import PLACEHOLDER, check_card
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.folders import check_free, new_folder
+from dspine_hub.folders import check_free, file_sha256, new_folder
 from dspine_hub.receipts import load_receipts
 
 # the Hub writes the first itself; the second is where it looks for results

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from dspine_hub.catalog import describe
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.folders import file_sha256
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")]
@@ -283,8 +284,7 @@ def weights_sha256(folder: str | Path) -> str | None:
     """
     hashes = []
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with path.open("rb") as file:
-            hashes.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+        hashes.append((path.name, file_sha256(path)))
     if len(hashes) < 2:
         return hashes[0][1] if hashes else None
     return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes).encode()).hexdigest()

@@ -12,10 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dspine_hub.bundle import AUTO_MAP, PICKLES, SHIPPED, file_sha256
+from dspine_hub.bundle import AUTO_MAP, PICKLES, SHIPPED
 from dspine_hub.canary import agreement, measure_canary
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
+from dspine_hub.folders import file_sha256
 from dspine_hub.pairing import check_pair, read_drafter_config
 from dspine_hub.sources import Source, read_headers
 

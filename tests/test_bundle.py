@@ -14,8 +14,9 @@ from overlays import OVERLAYS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.bundle import SHIPPED, build_bundle, file_sha256
+from dspine_hub.bundle import SHIPPED, build_bundle
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.folders import file_sha256
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 OVERLAY_FOLDER = os.environ.get("DSPINE_OVERLAYS")

@@ -24,13 +24,14 @@ from safetensors.torch import load_file, save_file
 from test_receipts import RECEIPT
 
 from dspine_hub import hub
-from dspine_hub.bundle import build_bundle, file_sha256
+from dspine_hub.bundle import build_bundle
 from dspine_hub.cards import PLACEHOLDER
 from dspine_hub.cli.diff import diff as diff_command
 from dspine_hub.cli.pull import pull as pull_command
 from dspine_hub.cli.push import push as push_command
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
+from dspine_hub.folders import file_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
