@@ -3,14 +3,8 @@
 import json
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.sources import Source, read_headers
-
-# what transformers, safetensors and the config's own rules raise for a broken folder
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
+from dspine_hub.sources import LOAD_ERRORS, Source, read_headers
 
 
 def cast_for_storage(model) -> None:

@@ -7,7 +7,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
 from dspine_hub.errors import DSpineHubError
+
+# what transformers, safetensors and a config's own rules raise for a broken folder
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,10 @@ class Source:
             return None
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder or self.name, revision=self.revision)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder or self.name, revision=self.revision)
+        except LOAD_ERRORS as error:
+            raise DSpineHubError(f"the tokenizer of `{self.name}` could not be loaded: {error}") from error
 
     def headers(self) -> dict[str, TensorHeader]:
         """Read every tensor's header; an empty dict when there are no safetensors weights."""
@@ -111,7 +120,7 @@ def read_headers(path: Path) -> list[TensorHeader]:
     Raises:
         DSpineHubError: When the file is damaged or cut off.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="numpy") as weights:
