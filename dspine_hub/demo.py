@@ -86,21 +86,23 @@ def compare(pair: Pair, prompts: list[str], max_new_tokens: int = 64, temperatur
     Returns:
         `dict`: `identical` (`None` when sampling: two samples differ by nature), `tau_pooled`, `tau_per_request`,
         `tau_token_weighted`, `speedup` (plain over speculative seconds a token, prompt included), `tokens`, `rounds`,
-        `acceptance_per_slot`, `plain_tokens_per_second` and `speculative_tokens_per_second`.
+        `acceptance_per_slot`, `plain_tokens_per_second`, `speculative_tokens_per_second` and `speedup_by_prompt`
+        (`list[float]`, of whole requests).
     """
     encoded = [pair.encode(prompt) for prompt in prompts]
     pair.plain(encoded[0], 8, temperature)
     pair.speculative(encoded[0], 8, temperature)
     identical, statistics = True, []
-    plain_seconds = plain_tokens = seconds = 0.0
+    plain_tokens, plain_times, times = 0, [], []
     for ids in encoded:
         text, spent = pair.plain(ids, max_new_tokens, temperature)
-        plain_seconds, plain_tokens = plain_seconds + spent, plain_tokens + text.shape[1] - ids.shape[1]
+        plain_times.append(spent)
+        plain_tokens += text.shape[1] - ids.shape[1]
         output, spent = pair.speculative(ids, max_new_tokens, temperature)
-        seconds += spent
+        times.append(spent)
         statistics.append(output.statistics)
         identical = identical and torch.equal(text, output.sequences)
-    table = summarize(statistics)
+    table, plain_seconds, seconds = summarize(statistics), sum(plain_times), sum(times)
     return {
         "identical": identical if temperature == 0 else None,
         "tau_pooled": table["tau_pooled"],
@@ -112,4 +114,5 @@ def compare(pair: Pair, prompts: list[str], max_new_tokens: int = 64, temperatur
         "acceptance_per_slot": table["acceptance_per_slot"],
         "plain_tokens_per_second": plain_tokens / plain_seconds,
         "speculative_tokens_per_second": table["tokens"] / seconds,
+        "speedup_by_prompt": [plain / own for plain, own in zip(plain_times, times, strict=True)],
     }
