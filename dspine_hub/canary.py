@@ -2,7 +2,7 @@
 
 Two things are kept. *Acceptance* tells whether the drafter is any good. *The first block drafted after each prompt* is
 a fingerprint of the whole path: taps, mask token, target, weights. On the mini pair, taps shifted by one layer hardly
-move acceptance, yet change 17 to 44 % of these tokens, while bfloat16 instead of float32 changes none.
+move acceptance, yet change so many of these tokens that `tests/test_verify.py` can hold it.
 """
 
 from pathlib import Path
