@@ -44,11 +44,10 @@ from huggingface_hub.utils import (
 
 from dspine_hub._version import __version__
 from dspine_hub.bundle import PICKLES
-from dspine_hub.cards import PLACEHOLDER, check_card
+from dspine_hub.cards import PLACEHOLDER, check_folder
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.folders import check_free, file_sha256, new_folder
-from dspine_hub.receipts import load_receipts
 
 # the Hub writes the first itself; the second is where it looks for results
 HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
@@ -240,11 +239,9 @@ def _card_of(folder: Path, repo_id: str, report: Report) -> str:
         return ""
     card = path.read_text(encoding="utf-8", errors="replace").replace(PLACEHOLDER, repo_id)
     try:
-        receipts = load_receipts(folder / "receipts")
+        report.extend(check_folder(folder, card))
     except DSpineHubError as error:
         report.add("error", "receipt", str(error))
-        receipts = []
-    report.extend(check_card(card, receipts))
     return card
 
 

@@ -473,6 +473,13 @@ def test_failed_check_sends_nothing(server, folder):
     assert server.requests == []
 
 
+def test_receipt_of_other_weights_is_pointed_out(server, folder):
+    """Catches a number beside weights it was not measured with."""
+    report = hub.push(folder, REPO, dry_run=True, check=passes).report
+    assert [finding.rule for finding in report.findings] == ["receipt-weights"]
+    assert report.ok
+
+
 # what must not be published: change -> rule
 
 
@@ -542,7 +549,7 @@ def test_unfit_folder_is_refused_and_nothing_is_sent(server, folder, change, rul
 def test_hub_refuses_a_card_before_the_repository_exists(server, folder, monkeypatch):
     """Catches metadata only the Hub can judge, judged after the upload."""
     (folder / "README.md").write_text("---\nbase_model: ./local\n---\n")
-    monkeypatch.setattr(hub, "check_card", lambda card, receipts: passes(card))
+    monkeypatch.setattr(hub, "check_folder", lambda folder, card: passes(folder))
     with pytest.raises(DSpineHubError, match=r'"base_model" with value "./local" is not valid'):
         hub.push(seal(folder), REPO, check=passes)
     assert [request.path for request in server.requests] == ["/api/validate-yaml"]
