@@ -21,7 +21,7 @@ def test_a_round_is_checked_against_float64(drafter):
     assert found["paths_equal"] == 1
 
 
-@pytest.mark.parametrize("what", ["predecessors", "gram", "head_messages", "layers"])
+@pytest.mark.parametrize("what", ["predecessors", "root", "head_messages", "layers"])
 def test_a_wrong_table_is_not_timed(drafter, what):
     """Catches an operand the check does not reach: a wrong drafter must never get a number."""
     if what == "layers":

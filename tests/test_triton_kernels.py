@@ -139,7 +139,7 @@ def test_scores(B, S, K, V, H, R, M, head_messages, dtype):
     assert_near(found, expected, dtype)
 
 
-@pytest.mark.parametrize("rows", [(1, 32, 32, 1), (1, 16, 32, 4), (2, 32, 64, 2), (4, 32, 16, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 32, 32, 1), (1, 16, 32, 3), (2, 32, 64, 2), (4, 16, 16, 1)], ids=str)
 def test_every_cut_of_the_scores_gives_the_same(monkeypatch, rows):
     """Catches a cut that holds only for the sizes it was tuned on: several slots a program, parts of a split sum."""
     slots, columns, depth, split = rows
@@ -152,7 +152,7 @@ def test_every_cut_of_the_scores_gives_the_same(monkeypatch, rows):
     assert_near(found, hidden_scores(**wide(inputs)), torch.float32)
 
 
-@pytest.mark.parametrize("cut", [(16, 16, 32, 1), (32, 16, 16, 3), (16, 64, 64, 4)], ids=str)
+@pytest.mark.parametrize("cut", [(16, 16, 32, 1), (32, 16, 16, 3), (16, 64, 64, 1), (16, 16, 16, 4)], ids=str)
 def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
     """Catches a split that leaves a part of the hidden axis out, and a ticket left behind by an earlier launch."""
     tile = triton_support.Tile(*cut[:3], split=cut[3], stages=2)

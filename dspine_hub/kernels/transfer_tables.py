@@ -2,7 +2,7 @@
 
     predecessors[v] = (message(p_v) | predecessor_gate(p_v)),  p_v = sqrt(R) * codes[v]     [V, 2M], replaces the codes
     projection      = (readout of the last layer | W^T),       W = write of the last layer  [R + M, H]
-    gram            = W^T W                                                                 [M, M]
+    root            = R of W = QR, so that |W z| = |root z|                                 [M, M]
     head_messages[v] = W^T (w * lm_head[v]),                   w = weight of the final norm [V, M], optional
 
 Sums run in float32; the tables are stored in the dtype of the weights. Source of the algebra: the module docstring of
@@ -49,7 +49,8 @@ class TransferTables:
         layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
         predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token.
         projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
-        gram (`torch.Tensor` of shape `[M, M]`): Inner products of the columns of the last write.
+        root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
+            length read through it is never negative, whatever is rounded.
         norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
         head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head, by reference.
         head_messages (`torch.Tensor` of shape `[V, M]`, *optional*): What every token's head row reads of a message.
@@ -59,7 +60,7 @@ class TransferTables:
     layers: tuple[InjectionWeights, ...]
     predecessors: torch.Tensor
     projection: torch.Tensor
-    gram: torch.Tensor
+    root: torch.Tensor
     norm_weight: torch.Tensor
     norm_eps: float
     head_weight: torch.Tensor
@@ -113,12 +114,15 @@ def transfer_tables(
     if tuple(head_weight.shape) != (codes.shape[0], hidden):
         expected = [codes.shape[0], hidden]
         raise ValueError(f"`head_weight` must have shape [V, H] = {expected}, got {list(head_weight.shape)}.")
-    write = last.write.float()
+    root = torch.linalg.qr(last.write.double(), mode="r").R
+    # a write with more columns than rows has a flat triangle
+    root = F.pad(root, (0, 0, 0, root.shape[1] - root.shape[0]))
     return TransferTables(
         layers=tuple(layers),
         predecessors=_table(codes, torch.cat((last.message, last.predecessor_gate)), math.sqrt(rank)),
         projection=torch.cat((last.readout, last.write.T)).contiguous(),
-        gram=(write.T @ write).to(last.write.dtype),
+        # a factorisation returns columns
+        root=root.to(last.write.dtype).contiguous(),
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         head_weight=head_weight,

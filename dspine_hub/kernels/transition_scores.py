@@ -101,7 +101,7 @@ def _scores_torch(state, candidates, anchor, projection, tables) -> torch.Tensor
         head = F.embedding(candidates, tables.head_messages).float()  # G_d, [B, S, K, M]
     numerator = dots[:, :, None, :] + s[..., None] * torch.matmul(z, head.transpose(-1, -2))
     cross = torch.matmul(z, projection.update.float()[..., None]).squeeze(-1)  # z.(W^T h), [B, S, K]
-    quadratic = (torch.matmul(z, tables.gram.float()) * z).sum(-1)  # z^T (W^T W) z, [B, S, K]
+    quadratic = torch.matmul(z, tables.root.float().T).pow(2).sum(-1)  # z^T (W^T W) z, [B, S, K]
     mean_square = (square + 2 * s * cross + s.pow(2) * quadratic).clamp_min(0) / h.shape[-1]
     return numerator * torch.rsqrt(mean_square + tables.norm_eps)[..., None]
 
@@ -137,18 +137,6 @@ def _head_message_kernel(
 
 
 @jit
-def _messages(table_ptr, token, receiver_row, bias_ptr, valid, m, M: tl.constexpr):
-    """Gated messages `[rows, columns]`, float32, of the predecessors `token` for message columns `m`."""
-    inside = valid[:, None] & (m < M)[None, :]
-    row = table_ptr + token[:, None] * (2 * M) + m[None, :]
-    gate = tl.load(row + M, inside, 0.0).to(tl.float32) + tl.load(receiver_row + m[None, :], inside, 0.0).to(
-        tl.float32
-    )
-    gate += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
-    return tl.load(row, inside, 0.0).to(tl.float32) * tl.sigmoid(gate)
-
-
-@jit
 def _store_scores(
     out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H: tl.constexpr, K: tl.constexpr
 ):
@@ -162,36 +150,40 @@ def _store_scores(
 
 @jit
 def _scores_kernel(
-    state_ptr,  # [B * S, H], rows `state_stride` apart
+    state_ptr,  # [B, S, H]
     candidates_ptr,  # [B, S, K], int64
     anchor_ptr,  # [B], int64
-    receiver_ptr,  # [B * S, M]
-    update_ptr,  # [B * S, M], rows `update_stride` apart
+    receiver_ptr,  # [B, S, M]
+    update_ptr,  # [B, S, M]
     table_ptr,  # [V, 2M]
     bias_ptr,  # [M]
-    gram_ptr,  # [M, M]
+    root_ptr,  # [M, M]
     norm_ptr,  # [H]
     head_ptr,  # [V, H]
     messages_ptr,  # [V, M], or [B * S * K, M] in the order of the candidates
     out_ptr,  # [B, S, K, K], float32
-    partial_ptr,  # [tiles, SPLIT, RP + 4, RP], float32
+    partial_ptr,  # [tiles, SPLIT, 3, RP], float32
     ticket_ptr,  # [tiles], int32
     slots,
-    state_stride,
-    state_batch_stride,
-    update_stride,
+    state_batch,
+    state_slot,
+    receiver_batch,
+    receiver_slot,
+    update_batch,
+    update_slot,
     eps,
     S: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     H: tl.constexpr,
     M: tl.constexpr,
+    MP: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
-    BK: tl.constexpr,
     BH: tl.constexpr,
     SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -201,86 +193,81 @@ def _scores_kernel(
     slot, c = tile * BS + row // KP, row % KP
     inside = (slot < slots) & (c < K)
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     own = tl.load(candidates_ptr + slot * K + c, inside, 0)
     before = tl.load(candidates_ptr + (slot - 1) * K + c, inside & (slot % S > 0), 0)
     token = tl.where(slot % S > 0, before, tl.load(anchor_ptr + slot // S, inside, 0))
-    receiver_row = receiver_ptr + slot[:, None] * M
-    dtype = gram_ptr.dtype.element_ty
+    b, s = (slot // S).to(tl.int64), slot % S
+    dtype = root_ptr.dtype.element_ty
 
-    # the part of the hidden axis: <h, w*e_d> and |h|^2
-    dots = tl.zeros((RP,), tl.float32)
-    square = tl.zeros((RP,), tl.float32)
-    state_row = state_ptr + (slot // S).to(tl.int64) * state_batch_stride + (slot % S) * state_stride
-    h_steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), BH)
-    for step in range(h_steps):
-        k = (split * h_steps + step) * BH + tl.arange(0, BH)
-        mask = inside[:, None] & (k < H)[None, :]
-        h = tl.load(state_row[:, None] + k[None, :], mask, 0.0).to(tl.float32)
-        e = tl.load(head_ptr + own[:, None] * H + k[None, :], mask, 0.0).to(tl.float32)
-        dots += tl.sum(h * e * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :], 1)
-        square += tl.sum(h * h, 1)
+    # the message axis, whole: z, its product with the candidates' G_d, z.(W^T h)
+    m = tl.arange(0, MP)
+    mask = inside[:, None] & (m < M)[None, :]
+    source = own if BY_TOKEN else (slot * K + c).to(tl.int64)
+    g = tl.load(messages_ptr + source[:, None] * M + m[None, :], mask, 0.0)
+    table_row = table_ptr + token[:, None] * (2 * M) + m[None, :]
+    gate = tl.load(table_row + M, mask, 0.0).to(tl.float32)
+    gate += tl.load(receiver_ptr + (b * receiver_batch + s * receiver_slot)[:, None] + m[None, :], mask, 0.0)
+    gate += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
+    z = tl.load(table_row, mask, 0.0).to(tl.float32) * tl.sigmoid(gate)
+    update = tl.load(update_ptr + (b * update_batch + s * update_slot)[:, None] + m[None, :], mask, 0.0)
+    cross = tl.sum(update.to(tl.float32) * z, 1)
+    z = z.to(dtype)
+    numerator = tl.dot(z, tl.trans(g), input_precision=PRECISION)
 
-    # the part of the message axis: z.G_d, z.(W^T h) and z^T (W^T W) z
-    numerator = tl.zeros((RP, RP), tl.float32)
-    cross = tl.zeros((RP,), tl.float32)
+    # this part of |W z|^2 = |root z|^2
     quadratic = tl.zeros((RP,), tl.float32)
     n_steps: tl.constexpr = tl.cdiv(tl.cdiv(M, SPLIT), BN)
     for step in range(n_steps):
         n = (split * n_steps + step) * BN + tl.arange(0, BN)
-        image = tl.zeros((RP, BN), tl.float32)
-        for depth in range(tl.cdiv(M, BK)):
-            k = depth * BK + tl.arange(0, BK)
-            z = _messages(table_ptr, token, receiver_row, bias_ptr, inside, k, M).to(dtype)
-            gram = tl.load(gram_ptr + k[:, None] * M + n[None, :], (k < M)[:, None] & (n < M)[None, :], 0.0)
-            image = tl.dot(z, gram, image, input_precision=PRECISION)
-        z = _messages(table_ptr, token, receiver_row, bias_ptr, inside, n, M)
-        mask = inside[:, None] & (n < M)[None, :]
-        quadratic += tl.sum(image * z, 1)
-        update = tl.load(update_ptr + slot[:, None] * update_stride + n[None, :], mask, 0.0).to(tl.float32)
-        cross += tl.sum(update * z, 1)
-        source = own if BY_TOKEN else (slot * K + c).to(tl.int64)
-        g = tl.load(messages_ptr + source[:, None] * M + n[None, :], mask, 0.0)
-        numerator = tl.dot(z.to(dtype), tl.trans(g), numerator, input_precision=PRECISION)
+        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
+        image = tl.dot(z, root, input_precision=PRECISION)
+        quadratic += tl.sum(image * image, 1)
+
+    # this part of the hidden axis: <h, w*e_d> and |h|^2
+    state_row = (state_ptr + b * state_batch + s * state_slot)[:, None]
+    head_row = head_ptr + own[:, None] * H
+    dots = tl.zeros((RP, BH), tl.float32)
+    square = tl.zeros((RP, BH), tl.float32)
+    h_steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), BH)
+    for step in tl.range(h_steps, num_stages=STAGES):
+        k = (split * h_steps + step) * BH + tl.arange(0, BH)
+        mask = inside[:, None] & (k < H)[None, :]
+        h = tl.load(state_row + k[None, :], mask, 0.0).to(tl.float32)
+        e = tl.load(head_row + k[None, :], mask, 0.0).to(tl.float32)
+        dots += h * e * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
+        square += h * h
+    dots, square = tl.sum(dots, 1), tl.sum(square, 1)
 
     if SPLIT == 1:
         _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
     else:
-        part_size: tl.constexpr = (RP + 4) * RP
-        part_ptr = partial_ptr + tile * SPLIT * part_size
-        mine = part_ptr + split * part_size
-        square_at = row[:, None] * RP + row[None, :]
-        tl.store(mine + square_at, numerator)
-        tl.store(mine + RP * RP + row, dots)
-        tl.store(mine + (RP + 1) * RP + row, square)
-        tl.store(mine + (RP + 2) * RP + row, cross)
-        tl.store(mine + (RP + 3) * RP + row, quadratic)
+        part_ptr = partial_ptr + tile * SPLIT * 3 * RP + row
+        tl.store(part_ptr + (3 * split) * RP, dots)
+        tl.store(part_ptr + (3 * split + 1) * RP, square)
+        tl.store(part_ptr + (3 * split + 2) * RP, quadratic)
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
             # the last to arrive adds all parts, always in the same order, and leaves the ticket as it was
-            numerator = tl.zeros((RP, RP), tl.float32)
             dots = tl.zeros((RP,), tl.float32)
             square = tl.zeros((RP,), tl.float32)
-            cross = tl.zeros((RP,), tl.float32)
             quadratic = tl.zeros((RP,), tl.float32)
-            for part in range(SPLIT):
-                theirs = part_ptr + part * part_size
-                numerator += tl.load(theirs + square_at, cache_modifier=".cg")
-                dots += tl.load(theirs + RP * RP + row, cache_modifier=".cg")
-                square += tl.load(theirs + (RP + 1) * RP + row, cache_modifier=".cg")
-                cross += tl.load(theirs + (RP + 2) * RP + row, cache_modifier=".cg")
-                quadratic += tl.load(theirs + (RP + 3) * RP + row, cache_modifier=".cg")
+            for part in tl.static_range(SPLIT):
+                dots += tl.load(part_ptr + (3 * part) * RP, cache_modifier=".cg")
+                square += tl.load(part_ptr + (3 * part + 1) * RP, cache_modifier=".cg")
+                quadratic += tl.load(part_ptr + (3 * part + 2) * RP, cache_modifier=".cg")
             _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
             tl.store(ticket_ptr + tile, 0)
 
 
-# measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program
+# measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program, `depth`
+# the columns of the hidden axis read at once
 SCORE_TILES = (
     (16, Tile(1, 64, 512, split=8)),
-    (64, Tile(1, 128, 512, split=4)),
-    (256, Tile(4, 256, 64, split=2, warps=8, stages=3)),
-    (1 << 30, Tile(4, 256, 64, warps=8, stages=3)),
+    (64, Tile(1, 64, 512, split=2)),
+    (256, Tile(2, 64, 256, warps=8)),
+    (1 << 30, Tile(4, 64, 128, warps=16)),
 )
 
 
@@ -312,19 +299,16 @@ def _gathered_head_messages(candidates: torch.Tensor, tables: TransferTables) ->
 
 def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tensor:
     batch, slots, width = state.shape
-    count, (size, _) = candidates.shape[-1], tables.gram.shape
+    count, size, dtype = candidates.shape[-1], tables.root.shape[0], tables.root.dtype
+    # views are read as they come, so long as a row is in one piece
+    state, receiver, update = (x if x.stride(2) == 1 else x.contiguous() for x in (state, *projection))
     candidates = candidates.contiguous()
-    if state.stride(2) != 1:
-        state = state.contiguous()
-    receiver, update = projection.receiver.reshape(-1, size), projection.update.reshape(batch * slots, size)
-    tile = pick_tile(SCORE_TILES, batch * slots, tables.gram.dtype)
+    tile = pick_tile(SCORE_TILES, batch * slots, dtype)
     # the tile of float32 counts rows, these count slots
     tile = tile._replace(rows=1) if tile is FLOAT32_TILE else tile
     tiles, padded = cdiv(batch * slots, tile.rows), max(16 // tile.rows, next_power_of_2(count))
     split = tile.split if tiles <= tables.tickets.shape[0] else 1
     out = state.new_empty(batch, slots, count, count, dtype=torch.float32)
-    span = tile.rows * padded
-    partial = out if split == 1 else out.new_empty(tiles * split * (span + 4) * span)
     by_token = tables.head_messages is not None
     _scores_kernel[(tiles, split)](
         state,
@@ -334,32 +318,33 @@ def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tenso
         update,
         tables.predecessors,
         tables.layers[tables.last].bias,
-        tables.gram,
+        tables.root,
         tables.norm_weight,
         tables.head_weight,
         tables.head_messages if by_token else _gathered_head_messages(candidates, tables),
         out,
-        partial,
+        out if split == 1 else out.new_empty(tiles * split * 3 * tile.rows * padded),
         tables.tickets,
         batch * slots,
-        state.stride(1),
-        state.stride(0),
-        update.stride(0),
+        *state.stride()[:2],
+        *receiver.stride()[:2],
+        *update.stride()[:2],
         tables.norm_eps,
         S=slots,
         K=count,
         KP=padded,
         H=width,
         M=size,
+        MP=max(16, next_power_of_2(size)),
         BY_TOKEN=by_token,
         BS=tile.rows,
         BN=tile.columns,
-        BK=tile.depth,
-        BH=max(64, 8192 // span),
+        BH=tile.depth,
         SPLIT=split,
-        PRECISION=dot_precision(tables.gram),
+        STAGES=tile.stages,
+        PRECISION=dot_precision(tables.root),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=2,
         **overlap(state),
     )
     return out
@@ -397,7 +382,7 @@ def transition_scores(
         raise ValueError(f"`anchor` must have shape [B] = {list(state.shape[:1])}, got {list(anchor.shape)}.")
     if projection is None:
         projection = slot_projection(state, tables)
-    expected = (*state.shape[:2], tables.gram.shape[0])
+    expected = (*state.shape[:2], tables.root.shape[0])
     for name, tensor in zip(SlotProjection._fields, projection, strict=True):
         if tensor.shape != expected:
             raise ValueError(f"`{name}` must have shape [B, S, M] = {list(expected)}, got {list(tensor.shape)}.")
