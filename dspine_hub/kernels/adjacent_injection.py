@@ -141,7 +141,7 @@ def _readout_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), BK)
+    steps: tl.constexpr = (H + SPLIT * BK - 1) // (SPLIT * BK)
     even: tl.constexpr = H % (SPLIT * BK) == 0
     split = tl.program_id(2)
     r = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -247,8 +247,8 @@ def _gate_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    columns: tl.constexpr = tl.cdiv(M, BN)
-    steps: tl.constexpr = tl.cdiv(tl.cdiv(R, SPLIT), BK)
+    columns: tl.constexpr = (M + BN - 1) // BN
+    steps: tl.constexpr = (R + SPLIT * BK - 1) // (SPLIT * BK)
     split = tl.program_id(2)
     r = tl.program_id(1) * BM + tl.arange(0, BM)
     if OVERLAP:
@@ -256,7 +256,7 @@ def _gate_kernel(
     if tl.program_id(0) == columns:
         # |h|^2, beside the gates: the write needs it
         WIDE: tl.constexpr = 8192 // BM
-        h_steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), WIDE)
+        h_steps: tl.constexpr = (H + SPLIT * WIDE - 1) // (SPLIT * WIDE)
         total = tl.zeros((BM, WIDE), tl.float32)
         for step in range(h_steps):
             k = (split * h_steps + step) * WIDE + tl.arange(0, WIDE)
@@ -365,7 +365,7 @@ def _write_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    steps: tl.constexpr = tl.cdiv(M, BK)
+    steps: tl.constexpr = (M + BK - 1) // BK
     r = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
