@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.ops_baselines import cycle
 from dspine_hub.ops_bench import Shape, bench_ops, check_round, random_drafter, random_round, round_cost
 
 SMALL = Shape(H=64, R=32, M=16, L=2, N=5, K=8, V=200)
@@ -42,6 +43,13 @@ def test_the_floor_counts_every_weight_once():
     assert one["bytes"] == 2 * (weights + request) + 8 * 15 * 256
     assert two["bytes"] - one["bytes"] == 2 * request + 8 * 15 * 256
     assert two["flops"] == 2 * one["flops"]
+
+
+def test_a_cycle_drafts_and_verifies():
+    """Catches a cycle that cannot be built, or that leaves out the candidates or the verification it is named for."""
+    candidates, own = cycle(SMALL, 2, device="cpu", target_layers=3)()
+    assert candidates.shape == (2, 4, 8)
+    assert own.shape == (2, 5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
