@@ -90,6 +90,7 @@ def _cycle_models(shape: Shape, device: str, target_layers: int):
         num_target_layers=36,
         mask_token_id=shape.V - 1,
         max_position_embeddings=40960,
+        rope_theta=1e6,
         num_candidates=shape.K,
         transfer_rank=shape.R,
         message_size=shape.M,
