@@ -36,6 +36,7 @@ format: $(READY)
 
 test: lint $(OVERLAYS)
 	DSPINE_OVERLAYS=$(VENV)/overlays DSPINE_OLAH=$(abspath $(OLAH)) $(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_kernels.py
 
 clean:
 	rm -rf $(VENV)
