@@ -1,7 +1,7 @@
 """Run one engine in a process of its own: `python sglang_job.py JOB.json RESULT.json`.
 
-A job is `{"engine": {...}, "calls": [{"input_ids": ..., "sampling_params": ...}]}`. The result holds, for each call, its
-token ids and the rounds SGLang counted. It is written before the engine ends, which takes its whole process tree along.
+A job is `{"engine": {...}, "calls": [{"input_ids": ..., "sampling_params": ...}]}`. The result holds, for each call,
+token ids and the rounds SGLang counted. It is written before the engine ends, whose end may take this process along.
 """
 
 import json

@@ -60,7 +60,7 @@ class DSpineDraftModel(DFlash2DraftModel):
         """Run blocks through all layers.
 
         Args:
-            input_ids (`torch.Tensor` of shape `[B * N]`, int64): Blocks one after another; each starts with its anchor.
+            input_ids (`torch.Tensor` of shape `[B * N]`, int64): Blocks one after another, each from its anchor on.
             positions (`torch.Tensor` of shape `[B * N]`, int64): Absolute positions.
             forward_batch: SGLang's batch.
             input_embeds (`torch.Tensor` of shape `[B * N, H]`): The target's embeddings of `input_ids`.

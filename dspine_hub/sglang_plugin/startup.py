@@ -34,8 +34,8 @@ def drafter_config(raw: dict) -> DSpineConfig:
     method, block = raw.get("dspine_config"), raw.get("dflash_config") or {}
     if method is None:
         raise DSpineHubError(
-            f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} without "
-            "one: this is no DSpine drafter."
+            f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} "
+            "without one: this is no DSpine drafter."
         )
     fields = {name: value for name, value in raw.items() if name in DSpineConfig.__dataclass_fields__}
     fields.update({ours: method[name] for name, ours in TRAINER_NAMES.items() if name in method})

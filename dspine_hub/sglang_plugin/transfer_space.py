@@ -38,9 +38,7 @@ class TransferSpace(nn.Module):
     def inject(self, hidden: torch.Tensor, anchor: torch.Tensor, layer: int) -> torch.Tensor:
         """Inject into blocks `[B, N, H]` after a layer; `anchor` is `[B]`, int64."""
         code = F.embedding(anchor, self.codes)
-        return adjacent_injection(
-            hidden, code, self.readouts[layer].weight, self.writes[layer].weight, *self.shared()
-        )
+        return adjacent_injection(hidden, code, self.readouts[layer].weight, self.writes[layer].weight, *self.shared())
 
     def scores(
         self, state: torch.Tensor, candidates: torch.Tensor, anchor: torch.Tensor, norm, head_weight: torch.Tensor

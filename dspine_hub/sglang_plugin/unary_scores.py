@@ -1,13 +1,14 @@
 """Transition scores for a head whose rows cannot be read: split over ranks, or quantised.
 
-The backbone's own logit of a candidate, `u_d = <norm(h + s W z_0), e_d>`, already went through the head. With `G_d = W^T
-(w*e_d)`, a table `[V, M]` made once by running `M` columns through the same head, every transition score follows from
-it in message space; the candidates' rows of the head are never read, and no rank asks another during a round:
+The backbone's own logit of a candidate, `u_d = <norm(h + s W z_0), e_d>`, already went through the head. With the
+table `G_d = W^T (w*e_d)`, `[V, M]`, made once by running `M` columns through the same head, every transition score
+follows from it in message space; the head's rows are never read, and no rank asks another during a round:
 
-    <r_c, e_d> = (u_d * n_0 + s (z_c - z_0).G_d) / n_c,   n_i^2 = (|h|^2 + 2 s z_i.(W^T h) + s^2 z_i^T (W^T W) z_i) / H + eps
+    <r_c, e_d> = (u_d n_0 + s (z_c - z_0).G_d) / n_c
+    n_i^2 = (|h|^2 + 2 s z_i.(W^T h) + s^2 z_i^T (W^T W) z_i) / H + eps
 
-`z_c = gate * message` of predecessor token `c`, `z_0` of the feature the backbone predicted, `s = rms(h)`, `W` the last
-write, `w` the final norm's weight. Source of the method: arXiv 2609.36173.
+`z_c = gate * message` of predecessor token `c`, `z_0` of the feature the backbone predicted, `s = rms(h)`, `W` the
+last write, `w` the final norm's weight. Source of the method: arXiv 2609.36173.
 """
 
 import math

@@ -14,20 +14,12 @@ import torch
 
 def apply():
     """Patch the SGLang of this process."""
-    from sglang.version import __version__
-
     _run_streams_on_the_cpu()
     _judge_blocks_in_torch_native()
+    _judge_samples_in_torch()
     _allow_the_device()
     if os.environ.get("DSPINE_DUMP"):
         _dump_drafts(Path(os.environ["DSPINE_DUMP"]))
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # interpreted are SGLang's kernels; ours have tests of their own
-        from dspine_hub.kernels import adjacent_injection, candidate_walk, transition_scores  # noqa: F401
-        from dspine_hub.kernels import triton_support
-
-        triton_support.triton = None
-    assert __version__
 
 
 def _run_streams_on_the_cpu():
@@ -69,6 +61,34 @@ def _judge_blocks_in_torch_native():
         self.use_table_qk_norm_rope = False
 
     dflash.DFlashAttention.__init__ = init
+
+
+def _judge_samples_in_torch():
+    """Stand in for the Triton kernel of rejection sampling: accept with p / q, else sample what p has more than q."""
+    from sglang.kernels.ops.speculative.dspark import dspark_accept
+
+    def judge(
+        *, predicts, accept_index, accept_token_num, candidates, retrive_index, uniform_samples, target_probs,
+        draft_probs, uniform_samples_for_final_sampling, **unused
+    ):  # fmt: skip
+        for row, tokens in enumerate(candidates.tolist()):
+            accepted = 0
+            for slot, token in enumerate(tokens[1:]):
+                p, q = float(target_probs[row, slot, token]), float(draft_probs[row, slot, token])
+                if not (q > 0 and float(uniform_samples[row, slot]) * q < p):
+                    break
+                predicts[retrive_index[row, slot]] = token
+                accepted += 1
+            accept_index[row, : accepted + 1] = retrive_index[row, : accepted + 1]
+            accept_token_num[row] = accepted
+            rest = target_probs[row, accepted]
+            if accepted < len(tokens) - 1:
+                rest = (rest - draft_probs[row, accepted]).clamp(min=0)
+            total = rest.cumsum(0)
+            own = (total <= uniform_samples_for_final_sampling[row] * total[-1]).sum().clamp(max=len(total) - 1)
+            predicts[retrive_index[row, accepted]] = own.to(predicts.dtype)
+
+    dspark_accept.chain_speculative_sampling_triton = judge
 
 
 def _allow_the_device():
