@@ -54,7 +54,7 @@ def start(version, *command, **variables):
     """Run a command under one SGLang release and wait for its end."""
     env = sglang_engines.environment(Path(ENGINES), Path(OVERLAYS), version, **variables)
     python = sglang_engines.python_of(Path(ENGINES))
-    return sglang_engines.run([python, *command], LIMIT, env=env, cwd=ROOT)
+    return sglang_engines.run([python, *command], LIMIT, env=env, cwd=ENGINES)
 
 
 def engine_arguments(drafter=None, algorithm="DSPINE", **overrides):
@@ -281,7 +281,7 @@ def server(bundle, tmp_path_factory):
     with (
         log.open("w") as out,
         sglang_engines.started(
-            [sglang_engines.python_of(Path(ENGINES)), *command], env=env, cwd=ROOT, stdout=out, stderr=out
+            [sglang_engines.python_of(Path(ENGINES)), *command], env=env, cwd=ENGINES, stdout=out, stderr=out
         ) as process,
     ):
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + LIMIT
@@ -407,7 +407,7 @@ def test_uninstalling_leaves_sglang_untouched(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.splitlines()[-1:]
 
-    run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", source)
+    run(*pip, "install", "--quiet", "--no-deps", source)
     assert run(python, "-c", STATE) == ["[true, true]"]
     run(*pip, "uninstall", "--quiet", "--yes", "dspine-hub")
     assert run(python, "-c", STATE) == ["[false, false]"]

@@ -1,4 +1,4 @@
-"""Load SGLang's plugins as one of its processes would, and print what came of it: `python -m dspine_hub.sglang_plugin`."""
+"""`python -m dspine_hub.sglang_plugin`: load plugins as a process of SGLang would and print what came of it."""
 
 import json
 
@@ -7,8 +7,8 @@ def probe() -> dict:
     """Return what this process' SGLang knows after loading its plugins.
 
     Returns:
-        `dict`: `sglang` (its version), `algorithm` (is DSPINE known), `architectures` (those known of ours) and `config`
-        (is the config class known).
+        `dict`: `sglang` (its version), `algorithm` (is DSPINE known), `architectures` (ours among those known) and
+        `config` (is the config class known).
     """
     from sglang.srt.plugins import load_plugins
     from sglang.version import __version__
