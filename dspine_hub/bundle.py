@@ -16,12 +16,15 @@ PACKAGE = Path(__file__).parent
 
 # every file copied byte for byte into a repository: name there -> place here
 SHIPPED = {
+    "cache_dspine.py": PACKAGE / "cache_dspine.py",
     "configuration_dspine.py": PACKAGE / "configuration_dspine.py",
+    "draft_graph_dspine.py": PACKAGE / "draft_graph_dspine.py",
     "generation_dspine.py": PACKAGE / "generation_dspine.py",
     "modeling_dspine.py": PACKAGE / "modeling_dspine.py",
     "kernels.py": PACKAGE / "kernels" / "__init__.py",
     "adjacent_injection.py": PACKAGE / "kernels" / "adjacent_injection.py",
     "candidate_walk.py": PACKAGE / "kernels" / "candidate_walk.py",
+    "transfer_tables.py": PACKAGE / "kernels" / "transfer_tables.py",
     "transition_scores.py": PACKAGE / "kernels" / "transition_scores.py",
     "triton_support.py": PACKAGE / "kernels" / "triton_support.py",
     "custom_generate/generate.py": PACKAGE / "custom_generate" / "generate.py",

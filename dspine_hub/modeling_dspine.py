@@ -19,9 +19,22 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import ModelOutput, logging
 
+from .cache_dspine import DSpineContextCache
 from .configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fingerprint
+from .draft_graph_dspine import CompiledDraft, GraphContextCache
 from .generation_dspine import spec_generate
-from .kernels import adjacent_injection, candidate_walk, inject_message, predicted_feature, transition_scores
+from .kernels import (
+    InjectionWeights,
+    SlotProjection,
+    TransferTables,
+    adjacent_injection,
+    adjacent_injection_reference,
+    candidate_walk,
+    inject_message,
+    predicted_feature,
+    transfer_tables,
+    transition_scores,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -35,11 +48,14 @@ class DSpineModelOutput(ModelOutput):
         pre_injection_state (`torch.Tensor` of shape `[B, Q, H]`): States of the last layer before its injection.
         layer_features (`tuple[torch.Tensor]` of `L` tensors of shape `[B, Q, R]`, *optional*): Predicted features
             after each layer's write, when `output_features=True`.
+        projection ([`SlotProjection`], *optional*): What the last injection knows of its slots, when it ran from
+            prepared tables.
     """
 
     last_hidden_state: torch.FloatTensor | None = None
     pre_injection_state: torch.FloatTensor | None = None
     layer_features: tuple[torch.FloatTensor, ...] | None = None
+    projection: SlotProjection | None = None
 
 
 @dataclass
@@ -65,52 +81,6 @@ class BoundTarget:
 
     embedding: nn.Module
     head: nn.Module
-
-
-class DSpineContextCache:
-    """Keys and values of committed context rows, a buffer a layer that grows by doubling.
-
-    `update` appends rows and returns the whole; `crop(-k)` takes the last `k` rows back, which is how block rows leave
-    after every pass. Both follow the signatures of transformers' caches.
-    """
-
-    def __init__(self):
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._lengths: list[int] = []
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the rows a layer holds."""
-        return self._lengths[layer_idx] if layer_idx < len(self._lengths) else 0
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows of shape `[B, kv_heads, n, head_dim]` and return all rows of the layer."""
-        if layer_idx == len(self._keys):
-            self._keys.append(keys.new_empty(keys.shape[:2] + (0,) + keys.shape[3:]))
-            self._values.append(values.new_empty(values.shape[:2] + (0,) + values.shape[3:]))
-            self._lengths.append(0)
-        start, end = self._lengths[layer_idx], self._lengths[layer_idx] + keys.shape[2]
-        if end > self._keys[layer_idx].shape[2]:
-            for buffers in (self._keys, self._values):
-                old = buffers[layer_idx]
-                grown = old.new_empty(old.shape[:2] + (max(end, 2 * old.shape[2]),) + old.shape[3:])
-                grown[:, :, :start] = old[:, :, :start]
-                buffers[layer_idx] = grown
-        self._keys[layer_idx][:, :, start:end] = keys
-        self._values[layer_idx][:, :, start:end] = values
-        self._lengths[layer_idx] = end
-        return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` rows of every layer; the argument must not be positive."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
-            raise ValueError(
-                f"`tokens_to_remove` must lie in [-{self.get_seq_length()}, 0] (negative: rows taken off the end), "
-                f"got {tokens_to_remove}."
-            )
-        self._lengths = [length + tokens_to_remove for length in self._lengths]
 
 
 class DSpineRMSNorm(nn.Module):
@@ -164,15 +134,17 @@ class DSpineAttention(nn.Module):
         self.q_norm = DSpineRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DSpineRMSNorm(config.head_dim, config.rms_norm_eps)
 
+    def keys_values(self, source, rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project context or block rows `[B, n, H]` to rotated keys and values `[B, kv_heads, n, head_dim]`."""
+        key = self.k_norm(self.k_proj(source).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return rotate(key, *rotary), self.v_proj(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
     def forward(self, hidden, context, rotary, mask, cache=None):
         batch, rows = hidden.shape[:2]
-        source = torch.cat((context, hidden), dim=1)
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        key = self.k_norm(self.k_proj(source).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        value = self.v_proj(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        key, value = self.keys_values(torch.cat((context, hidden), dim=1), rotary)
         cos, sin = rotary
         query = rotate(query, cos[:, :, -rows:], sin[:, :, -rows:])
-        key = rotate(key, cos, sin)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if self.groups > 1:
@@ -231,28 +203,29 @@ class AdjacentInjection(nn.Module):
         self.predecessor_gate = nn.Linear(rank, size, bias=False)
         self.bias = nn.Parameter(torch.zeros(size))
 
-    def shared(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return message, receiver gate, predecessor gate (each `[M, R]`) and bias (`[M]`)."""
-        return self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
+    def weights(self, layer: int) -> InjectionWeights:
+        """Return the weights of a layer, the shared ones among them."""
+        shared = self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
+        return InjectionWeights(self.readouts[layer].weight, self.writes[layer].weight, *shared)
 
     def feature(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Read predicted features, `[..., H]` to `[..., R]`."""
         return predicted_feature(hidden, self.readouts[layer].weight)
 
     def forward(self, hidden, anchor_code, layer, teacher=None, replace=None):
-        """Inject into blocks `[B, N, H]`.
+        """Inject into blocks `[B, N, H]`, differentiably.
 
         In training, where `replace` (`[B]`, bool) is set, the block's predecessors are the codes of its true tokens,
         `teacher` of shape `[B, S, R]`, instead of predicted features.
         """
-        readout, write = self.readouts[layer].weight, self.writes[layer].weight
+        weights = self.weights(layer)
         if teacher is None:
-            return adjacent_injection(hidden, anchor_code, readout, write, *self.shared())
-        feature = predicted_feature(hidden, readout)
-        scale = math.sqrt(readout.shape[0])
+            return adjacent_injection_reference(hidden, anchor_code, weights)
+        feature = predicted_feature(hidden, weights.readout)
+        scale = math.sqrt(weights.readout.shape[0])
         predicted = torch.cat((scale * anchor_code.to(hidden.dtype)[:, None], feature[:, 1:-1]), dim=1)
         predecessor = torch.where(replace[:, None, None], scale * teacher.to(hidden.dtype), predicted)
-        written = inject_message(hidden[:, 1:], feature[:, 1:], predecessor, write, *self.shared())
+        written = inject_message(hidden[:, 1:], feature[:, 1:], predecessor, weights)
         return torch.cat((hidden[:, :1], written), dim=1)
 
 
@@ -367,6 +340,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         self.register_buffer("transfer_ready", torch.tensor(False))
         self._bound: BoundTarget | None = None
         self._checked_tokenizer = None
+        self._tables: tuple[tuple, TransferTables] | None = None
+        self._compiled: CompiledDraft | None = None
         self.post_init()
 
     # -- transfer space and target ---------------------------------------------------------------------------------
@@ -445,7 +420,13 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             codes = transfer_codes(head.weight, *(tensor.to(head.weight.device) for tensor in basis))
             self.transfer_codes = codes.to(self.fc.weight.device)
         self._bound = BoundTarget(embedding, head)
+        self._compiled = None
         return self
+
+    def _apply(self, *args, **kwargs):
+        # what was prepared or captured points at the tensors that move now
+        self._tables = self._compiled = None
+        return super()._apply(*args, **kwargs)
 
     def check_tokenizer(self, tokenizer) -> None:
         """Raise `ValueError` unless the tokenizer maps ids to the strings recorded in training."""
@@ -499,9 +480,55 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         """Tell whether `bind` already took this very target's modules."""
         return self._bound is not None and self._bound.head is target.get_output_embeddings()
 
-    def new_cache(self) -> DSpineContextCache:
-        """Return an empty cache for the context rows of one request."""
+    def tables(self, head_messages: bool = True) -> TransferTables:
+        """Return what the operations read at inference, prepared anew when a weight has changed since.
+
+        Args:
+            head_messages (`bool`): See [`transfer_tables`]; the table costs `V * M` values.
+
+        Raises:
+            ValueError: When the drafter is unbound.
+        """
+        layers = [self.injection.weights(layer) for layer in range(self.config.num_hidden_layers)]
+        head = self.bound().head.weight
+        sources = [*(tensor for layer in layers for tensor in layer), self.transfer_codes, self.norm.weight, head]
+        # a version counts writes in place; tensors made in inference mode have none and are not written to
+        key = (head_messages, *((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in sources))
+        if self._tables is None or self._tables[0] != key:
+            tables = transfer_tables(
+                layers, self.transfer_codes, self.norm.weight, self.norm.eps, head, head_messages=head_messages
+            )
+            self._tables = (key, tables)
+        return self._tables[1]
+
+    def new_cache(self, batch: int = 1) -> DSpineContextCache:
+        """Return an empty cache for the context rows of `batch` requests of one length.
+
+        After [`~DSpineForSpeculation.compile_draft`] it is the one its graph reads, and the cache given out before is
+        used up.
+        """
+        if self._compiled is not None and batch in self._compiled.batch_sizes:
+            return self._compiled.new_cache(batch)
         return DSpineContextCache()
+
+    def compile_draft(self, max_length: int = 4096, batch_sizes: tuple[int, ...] = (1,)) -> "DSpineForSpeculation":
+        """Capture drafting as a CUDA graph per batch size; [`~DSpineForSpeculation.draft`] then replays it.
+
+        Args:
+            max_length (`int`): Longest text drafted by the graph, prompt and block included; a longer one is drafted
+                without it. Its keys and values are allocated here, and every draft attends over all of them.
+            batch_sizes (`tuple[int]`): Batches to capture.
+
+        Returns:
+            `DSpineForSpeculation`: This drafter.
+
+        Raises:
+            ValueError: When the drafter is unbound or not on a CUDA device, or `max_length` holds no block.
+        """
+        if self.device.type != "cuda":
+            raise ValueError(f"`compile_draft` needs a drafter on a CUDA device, got one on `{self.device}`.")
+        self._compiled = CompiledDraft(self, max_length, batch_sizes)
+        return self
 
     # -- the pass over a block -------------------------------------------------------------------------------------
 
@@ -511,8 +538,10 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         context: torch.Tensor,
         position_ids: torch.Tensor,
         mask: torch.Tensor,
-        anchor_code: torch.Tensor,
+        anchor_code: torch.Tensor | None,
         cache=None,
+        anchor: torch.LongTensor | None = None,
+        tables: TransferTables | None = None,
         teacher: torch.Tensor | None = None,
         replace: torch.Tensor | None = None,
         teacher_layers: int = 0,
@@ -525,8 +554,10 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             context (`torch.Tensor` of shape `[B, n, T * H]`): Tapped target states that are not in `cache` yet.
             position_ids (`torch.Tensor` of shape `[B, n + Q]`, int64): Absolute positions, context first.
             mask (`torch.Tensor` of shape `[B or 1, 1, Q, cached + n + Q]`, bool): `True` where a row may look.
-            anchor_code (`torch.Tensor` of shape `[B * Q / N, R]`): Unit codes of the anchors.
+            anchor_code (`torch.Tensor` of shape `[B * Q / N, R]`, *optional*): Unit codes of the anchors.
             cache (*optional*): [`DSpineContextCache`] or a transformers cache; gains `n + Q` rows.
+            anchor (`torch.Tensor` of shape `[B * Q / N]`, int64, *optional*), tables ([`TransferTables`], *optional*):
+                Token ids of the anchors and prepared weights, in place of `anchor_code`: faster, not differentiable.
             teacher (`torch.Tensor` of shape `[B * Q / N, S, R]`, *optional*): Codes of the true predecessors.
             replace (`torch.Tensor` of shape `[B * Q / N]`, bool, *optional*): Blocks that read `teacher`.
             teacher_layers (`int`): First layers in which they do.
@@ -540,18 +571,23 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         theta = self.config.rope_parameters["rope_theta"]
         rotary = rotary_tables(position_ids, self.config.head_dim, theta, hidden.dtype)
         blocks = (-1, self.config.block_size, hidden.shape[-1])
-        features = []
+        features, projection = [], None
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, context, rotary, mask, cache)
             state = hidden
-            taught = (teacher, replace) if index < teacher_layers else ()
-            hidden = self.injection(state.reshape(blocks), anchor_code, index, *taught).reshape(state.shape)
+            if tables is None:
+                taught = (teacher, replace) if index < teacher_layers else ()
+                hidden = self.injection(state.reshape(blocks), anchor_code, index, *taught)
+            else:
+                hidden, projection = adjacent_injection(state.reshape(blocks), anchor, index, tables)
+            hidden = hidden.reshape(state.shape)
             if output_features:
                 features.append(self.injection.feature(hidden, index))
         return DSpineModelOutput(
             last_hidden_state=self.norm(hidden),
             pre_injection_state=state,
             layer_features=tuple(features) if output_features else None,
+            projection=projection,
         )
 
     def forward(
@@ -599,8 +635,10 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         mask = torch.ones(rows, total, dtype=torch.bool, device=device).tril(total - rows)[None, None]
         if attention_mask is not None:
             mask = mask & attention_mask[:, None, None, :].bool()
-        anchor_code = F.embedding(anchor_ids, self.transfer_codes)
-        return self.run_blocks(noise_embeds, context_hidden_states, position_ids, mask, anchor_code, cache=cache)
+        arguments = (noise_embeds, context_hidden_states, position_ids, mask)
+        if torch.is_grad_enabled():
+            return self.run_blocks(*arguments, F.embedding(anchor_ids, self.transfer_codes), cache)
+        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=self.tables())
 
     def _anchors_of(self, embeds: torch.Tensor) -> torch.Tensor:
         table = self.bound().embedding.weight
@@ -644,38 +682,63 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         Raises:
             ValueError: When the drafter is unbound or the temperature negative.
         """
-        target = self.bound()
-        config, device = self.config, anchor.device
+        device, slots = anchor.device, self.config.block_size - 1
         greedy = not isinstance(temperature, torch.Tensor) and temperature == 0
         if not isinstance(temperature, torch.Tensor):
             if temperature < 0:
                 raise ValueError(f"`temperature` must be >= 0, got {temperature}.")
             temperature = torch.full(anchor.shape, temperature, dtype=torch.float32, device=device)
-        slots = config.block_size - 1
-        ids = torch.cat((anchor[:, None], anchor.new_full((anchor.shape[0], slots), config.mask_token_id)), dim=1)
-        cache = DSpineContextCache() if cache is None else cache
-        output = self(
-            noise_embeds=target.embedding(ids), context_hidden_states=context, cache=cache, anchor_ids=anchor
-        )
-        cache.crop(-config.block_size)
-        logits = target.head(output.last_hidden_state[:, 1:].to(target.head.weight.dtype))
-        candidates = logits.topk(config.num_candidates, dim=-1).indices
-        scores = transition_scores(
-            output.pre_injection_state[:, 1:],
-            candidates,
-            anchor,
-            self.transfer_codes,
-            self.injection.readouts[-1].weight,
-            self.injection.writes[-1].weight,
-            *self.injection.shared(),
-            self.norm.weight,
-            self.norm.eps,
-            target.head.weight,
-        )
+        shape = (anchor.shape[0], slots)
         # greedy decoding draws nothing, so the caller's random stream stays where it is
-        shape = candidates.shape[:2]
         uniforms = (
             torch.zeros(shape, device=device) if greedy else torch.rand(shape, generator=generator, device=device)
+        )
+        if isinstance(cache, GraphContextCache) and cache.fits(context.shape[1]):
+            return cache.compiled(context, anchor, temperature, uniforms, cache)
+        cache = DSpineContextCache() if cache is None else cache
+        output = self(
+            noise_embeds=self.bound().embedding(self.block_ids(anchor)),
+            context_hidden_states=context,
+            cache=cache,
+            anchor_ids=anchor,
+        )
+        cache.crop(-self.config.block_size)
+        return self.choose(output, anchor, temperature, uniforms)
+
+    def append_context(self, context: torch.Tensor, cache: DSpineContextCache) -> None:
+        """Put context rows `[B, n, T * H]` into a cache without drafting from them."""
+        context = self.hidden_norm(self.fc(context.to(self.fc.weight.dtype)))
+        past = cache.get_seq_length()
+        positions = torch.arange(past, past + context.shape[1], device=context.device)[None]
+        theta = self.config.rope_parameters["rope_theta"]
+        rotary = rotary_tables(positions, self.config.head_dim, theta, context.dtype)
+        for index, layer in enumerate(self.layers):
+            cache.update(*layer.self_attn.keys_values(context, rotary), index)
+
+    def block_ids(self, anchor: torch.LongTensor) -> torch.LongTensor:
+        """Return the token rows of blocks, `[anchor, mask, mask, ...]`: `[B]` to `[B, N]`."""
+        masks = anchor.new_full((anchor.shape[0], self.config.block_size - 1), self.config.mask_token_id)
+        return torch.cat((anchor[:, None], masks), dim=1)
+
+    def choose(
+        self,
+        output: DSpineModelOutput,
+        anchor: torch.LongTensor,
+        temperature: torch.FloatTensor,
+        uniforms: torch.FloatTensor,
+    ) -> DSpineDraft:
+        """Choose the tokens of blocks from one pass of the backbone.
+
+        Args:
+            output ([`DSpineModelOutput`]): Of blocks `[B, N, H]`.
+            anchor (`torch.Tensor` of shape `[B]`, int64), temperature (`torch.Tensor` of shape `[B]`, float32),
+                uniforms (`torch.Tensor` of shape `[B, S]`, float32): As of [`candidate_walk`].
+        """
+        head = self.bound().head
+        logits = head(output.last_hidden_state[:, 1:].to(head.weight.dtype))
+        candidates = logits.topk(self.config.num_candidates, dim=-1).indices
+        scores = transition_scores(
+            output.pre_injection_state[:, 1:], candidates, anchor, self.tables(), output.projection
         )
         tokens, q = candidate_walk(scores, candidates, temperature, uniforms)
         return DSpineDraft(tokens=tokens, candidates=candidates, q=q, scores=scores)

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from dspine_hub.kernels import (
+    InjectionWeights,
+    SlotProjection,
     adjacent_injection,
     adjacent_injection_reference,
     candidate_walk,
     inject_message,
     predicted_feature,
+    slot_projection,
+    transfer_tables,
     transition_scores,
-    transition_scores_message_reference,
     transition_scores_reference,
     triton_support,
     use_triton,
@@ -53,7 +56,39 @@ def weights(R, H, M, V, seed=0):
     }
 
 
-INJECTION = ("readout", "write", "message", "receiver_gate", "predecessor_gate", "bias")
+def injection_weights(w):
+    return InjectionWeights(*(w[name] for name in InjectionWeights._fields))
+
+
+def tables_of(w, before=(), **kwargs):
+    """Prepare tables of one layer, behind those of layers `before` it."""
+    return transfer_tables(
+        [*before, injection_weights(w)], w["codes"], w["norm_weight"], w["norm_eps"], w["head_weight"], **kwargs
+    )
+
+
+def inject(hidden, anchor, w):
+    return adjacent_injection(hidden, anchor, 0, tables_of(w)).hidden
+
+
+def hidden_scores(state, candidates, anchor, codes, norm_weight, norm_eps, head_weight, **layer):
+    """Scores by the definition."""
+    weights = injection_weights(layer)
+    return transition_scores_reference(state, candidates, anchor, codes, weights, norm_weight, norm_eps, head_weight)
+
+
+def message_scores(state, candidates, anchor, **w):
+    """Scores as a round computes them: from tables and from what the last injection returned."""
+    tables = tables_of(w)
+    hidden = torch.cat((torch.ones_like(state[:, :1]), state), dim=1)
+    return transition_scores(
+        state, candidates, anchor, tables, adjacent_injection(hidden, anchor, 0, tables).projection
+    )
+
+
+def lone_scores(state, candidates, anchor, **w):
+    """Scores without an injection before them and without the table of head messages."""
+    return transition_scores(state, candidates, anchor, tables_of(w, head_messages=False))
 
 
 def score_inputs(B, S, K, V, H, R, M, seed=0):
@@ -106,7 +141,7 @@ def assert_scores_close(found, expected, what):
 @pytest.mark.parametrize(("B", "S", "K", "V", "H", "R", "M"), SIZES)
 @pytest.mark.parametrize(
     "form",
-    [transition_scores, transition_scores_reference, transition_scores_message_reference],
+    [hidden_scores, message_scores, lone_scores],
     ids=lambda f: f.__name__,
 )
 def test_scores_equal_direct_refinement(form, B, S, K, V, H, R, M):
@@ -122,12 +157,10 @@ def test_scores_equal_direct_refinement(form, B, S, K, V, H, R, M):
 def test_message_space_equals_hidden_space(B, S, K, V, H, R, M):
     """Catches an error in the expansion of the norm, which no agreement on the arg-max would show."""
     inputs = score_inputs(B, S, K, V, H, R, M, seed=5)
-    assert_scores_close(
-        transition_scores_message_reference(**inputs), transition_scores_reference(**inputs), "message space"
-    )
+    assert_scores_close(message_scores(**inputs), hidden_scores(**inputs), "message space")
 
 
-@pytest.mark.parametrize("form", [transition_scores_reference, transition_scores_message_reference])
+@pytest.mark.parametrize("form", [hidden_scores, message_scores, lone_scores])
 def test_zero_states_score_zero(form):
     """Catches a division by the norm of the state: a zero row has no direction and its scores are 0, not NaN."""
     inputs = score_inputs(2, 3, 4, 29, 17, 5, 3)
@@ -142,12 +175,12 @@ def test_message_space_holds_for_small_and_large_states(scale):
     """Catches a cancellation or a misplaced eps that only shows far from states of order 1."""
     inputs = score_inputs(2, 3, 4, 29, 17, 5, 3)
     inputs["state"] *= scale
-    assert_scores_close(transition_scores_message_reference(**inputs), naive_scores(inputs), f"scale {scale}")
+    assert_scores_close(message_scores(**inputs), naive_scores(inputs), f"scale {scale}")
 
 
 def test_rows_of_the_first_slot_are_all_the_anchors():
     """Catches a first slot conditioned on its own candidates instead of the anchor."""
-    scores = transition_scores(**score_inputs(2, 3, 5, 29, 17, 5, 3))
+    scores = message_scores(**score_inputs(2, 3, 5, 29, 17, 5, 3))
     assert torch.equal(scores[:, 0], scores[:, 0, :1].expand(-1, 5, -1))
     assert not torch.equal(scores[:, 1], scores[:, 1, :1].expand(-1, 5, -1))
 
@@ -159,26 +192,26 @@ def test_scores_without_writes_ignore_the_predecessor():
     h = inputs["state"]
     normed = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * inputs["norm_weight"]
     logits = (normed @ inputs["head_weight"].T).gather(-1, inputs["candidates"])
-    assert_scores_close(transition_scores(**inputs), logits[:, :, None].expand(-1, -1, 5, -1), "no write")
+    assert_scores_close(message_scores(**inputs), logits[:, :, None].expand(-1, -1, 5, -1), "no write")
 
 
 @pytest.mark.parametrize("position", [0, 1, 2], ids=["request", "slot", "candidate"])
 def test_scores_are_independent_between_rows(position):
     """Catches a broadcast that mixes requests or slots: a score depends on its own slot and the one before it."""
     inputs = score_inputs(2, 4, 5, 29, 17, 5, 3)
-    before = transition_scores(**inputs)
+    before = message_scores(**inputs)
     if position == 0:
         inputs["state"][1] += 1
-        assert torch.equal(transition_scores(**inputs)[0], before[0])
+        assert torch.equal(message_scores(**inputs)[0], before[0])
     elif position == 1:
         inputs["state"][:, 2] += 1
-        after = transition_scores(**inputs)
+        after = message_scores(**inputs)
         keep = [0, 1, 3]
         assert torch.equal(after[:, keep], before[:, keep])
     else:
         old = int(inputs["candidates"][0, 1, 2])
         inputs["candidates"][0, 1, 2] = (old + 1) % 29
-        after = transition_scores(**inputs)
+        after = message_scores(**inputs)
         # slot 1 loses a column, slot 2 a row; nothing else moves beyond rounding of another gemm
         torch.testing.assert_close(after[0, 0], before[0, 0])
         torch.testing.assert_close(after[0, 1][:, [0, 1, 3, 4]], before[0, 1][:, [0, 1, 3, 4]])
@@ -186,15 +219,21 @@ def test_scores_are_independent_between_rows(position):
         assert not torch.allclose(after[0, 2][2], before[0, 2][2])
 
 
+def inject_by_definition(hidden, anchor, w):
+    return adjacent_injection_reference(hidden, w["codes"][anchor], injection_weights(w))
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 5, 17), (3, 16, 32)], ids=str)
-def test_injection_equals_the_naive_loop(shape):
+@pytest.mark.parametrize("form", [inject, inject_by_definition], ids=lambda f: f.__name__)
+def test_injection_equals_the_naive_loop(form, shape):
     """Catches a predecessor off by one, a gate that reads the written state, a write to the anchor."""
     B, N, H = shape
     R, M = min(H, 11), 3
     w = weights(R, H, M, 29)
     hidden = 2 * torch.randn(B, N, H, generator=torch.Generator().manual_seed(1))
-    anchor_code = w["codes"][torch.arange(B)]
-    found = adjacent_injection(hidden, anchor_code, *(w[name] for name in INJECTION))
+    anchor = torch.arange(B)
+    anchor_code = w["codes"][anchor]
+    found = form(hidden, anchor, w)
     for b in range(B):
         features = [naive_feature(hidden[b, j], w["readout"]) for j in range(N)]
         for j in range(N):
@@ -210,7 +249,7 @@ def test_the_anchor_row_is_never_written():
     """Catches a write to row 0, whose state is the committed token's own."""
     w = weights(5, 17, 3, 29)
     hidden = torch.randn(3, 4, 17)
-    found = adjacent_injection(hidden, w["codes"][:3], *(w[name] for name in INJECTION))
+    found = inject(hidden, torch.arange(3), w)
     assert torch.equal(found[:, 0], hidden[:, 0])
     assert bool((found[:, 1:] != hidden[:, 1:]).any(-1).all())
 
@@ -218,15 +257,14 @@ def test_the_anchor_row_is_never_written():
 def test_slots_are_written_in_parallel():
     """Catches an in-place write: slot 3 must read slot 2 as it was before slot 2 itself was written."""
     w = weights(5, 17, 3, 29)
-    args = [w[name] for name in INJECTION]
     hidden = torch.randn(1, 6, 17)
-    base = adjacent_injection(hidden, w["codes"][:1], *args)
-    other_anchor = adjacent_injection(hidden, w["codes"][1:2], *args)
+    base = inject(hidden, torch.tensor([0]), w)
+    other_anchor = inject(hidden, torch.tensor([1]), w)
     changed = [j for j in range(6) if not torch.equal(base[0, j], other_anchor[0, j])]
     assert changed == [1]
     moved = hidden.clone()
     moved[0, 3] += 1
-    after = adjacent_injection(moved, w["codes"][:1], *args)
+    after = inject(moved, torch.tensor([0]), w)
     changed = [j for j in range(6) if not torch.equal(base[0, j], after[0, j])]
     assert changed == [3, 4]
 
@@ -236,7 +274,8 @@ def test_zero_writes_leave_every_bit():
     w = weights(5, 17, 3, 29)
     w["write"].zero_()
     hidden = torch.randn(2, 4, 17)
-    assert torch.equal(adjacent_injection(hidden, w["codes"][:2], *(w[name] for name in INJECTION)), hidden)
+    assert torch.equal(inject(hidden, torch.arange(2), w), hidden)
+    assert torch.equal(inject_by_definition(hidden, torch.arange(2), w), hidden)
 
 
 def test_features_have_length_sqrt_rank():
@@ -252,22 +291,20 @@ def test_features_have_length_sqrt_rank():
     assert torch.equal(predicted_feature(torch.zeros(1, 17), w["readout"]), torch.zeros(1, 13))
 
 
-@pytest.mark.parametrize("what", ["adjacent_injection", "inject_message", "transition_scores", "hidden_space_scores"])
+@pytest.mark.parametrize("what", ["adjacent_injection", "inject_message", "transition_scores"])
 def test_gradients_are_finite_at_zero_states(what):
     """Catches sqrt or a norm differentiated at 0 (inf * 0 = NaN), which kills a training run at a padded row."""
     inputs = score_inputs(1, 3, 4, 29, 17, 5, 3)
     hidden = torch.zeros(1, 3, 17, requires_grad=True)
-    leaves = {name: inputs[name].requires_grad_() for name in (*INJECTION, "norm_weight")}
-    args = [leaves[name] for name in INJECTION]
+    leaves = {name: inputs[name].requires_grad_() for name in (*InjectionWeights._fields, "norm_weight")}
     if what == "adjacent_injection":
-        out = adjacent_injection(hidden, inputs["codes"][:1], *args)
+        out = adjacent_injection_reference(hidden, inputs["codes"][:1], injection_weights(leaves))
     elif what == "inject_message":
         feature = predicted_feature(hidden, leaves["readout"])
         predecessor = math.sqrt(5) * inputs["codes"][:3].float()[None]
-        out = inject_message(hidden, feature, predecessor, *args[1:])
+        out = inject_message(hidden, feature, predecessor, injection_weights(leaves))
     else:
-        form = transition_scores if what == "transition_scores" else transition_scores_reference
-        out = form(**{**inputs, "state": hidden})
+        out = hidden_scores(**{**inputs, "state": hidden})
     # a random direction: a sum could cancel
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
     bad = [n for n, t in {"hidden": hidden, **leaves}.items() if t.grad is not None and not t.grad.isfinite().all()]
@@ -354,18 +391,31 @@ GOOD_HIDDEN = torch.zeros(2, 4, 17)
 @pytest.mark.parametrize(
     ("call", "match"),
     [
+        pytest.param(lambda w: inject(torch.zeros(4, 17), torch.zeros(4).long(), w), "`hidden`", id="rank"),
+        pytest.param(lambda w: inject(torch.zeros(2, 1, 17), torch.arange(2), w), "`hidden`.*N >= 2", id="N=1"),
         pytest.param(
-            lambda w: adjacent_injection(torch.zeros(4, 17), w["codes"][:2], *w["args"]), "`hidden`", id="rank"
+            lambda w: inject(GOOD_HIDDEN, torch.arange(3), w), r"`anchor`.*\[2\], got \[3\]", id="injection-anchor"
         ),
         pytest.param(
-            lambda w: adjacent_injection(torch.zeros(2, 1, 17), w["codes"][:2], *w["args"]),
-            "`hidden`.*N >= 2",
-            id="N=1",
+            lambda w: transfer_tables([injection_weights(w)], w["codes"][:, :4], None, 0.0, w["head_weight"]),
+            r"`codes`.*R = 5, got \[29, 4\]",
+            id="codes",
         ),
         pytest.param(
-            lambda w: adjacent_injection(GOOD_HIDDEN, w["codes"][:1], *w["args"]),
-            r"`anchor_code`.*\[2, 5\], got \[1, 5\]",
-            id="anchor_code",
+            lambda w: transfer_tables([injection_weights(w)], w["codes"], None, 0.0, w["head_weight"][:28]),
+            r"`head_weight`.*\[29, 17\], got \[28, 17\]",
+            id="head",
+        ),
+        pytest.param(
+            lambda w: transition_scores(
+                w["scores"]["state"],
+                w["scores"]["candidates"],
+                w["scores"]["anchor"],
+                tables_of(w),
+                SlotProjection(torch.zeros(2, 3, 3), torch.zeros(2, 3, 4)),
+            ),
+            r"`update`.*\[2, 3, 3\], got \[2, 3, 4\]",
+            id="projection",
         ),
         pytest.param(
             lambda w: candidate_walk(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(1), torch.zeros(1, 2)),
@@ -378,12 +428,12 @@ GOOD_HIDDEN = torch.zeros(2, 4, 17)
             id="temperature",
         ),
         pytest.param(
-            lambda w: transition_scores(**{**w["scores"], "candidates": torch.zeros(2, 2, 4, dtype=torch.long)}),
+            lambda w: lone_scores(**{**w["scores"], "candidates": torch.zeros(2, 2, 4, dtype=torch.long)}),
             r"`candidates`.*\[2, 3\]",
             id="candidates",
         ),
         pytest.param(
-            lambda w: transition_scores(**{**w["scores"], "anchor": torch.zeros(1, dtype=torch.long)}),
+            lambda w: lone_scores(**{**w["scores"], "anchor": torch.zeros(1, dtype=torch.long)}),
             r"`anchor` must have shape \[B\] = \[2\]",
             id="anchor",
         ),
@@ -392,19 +442,39 @@ GOOD_HIDDEN = torch.zeros(2, 4, 17)
 def test_wrong_shapes_are_refused_by_name(call, match):
     """Catches a broadcast that silently accepts a wrong operand."""
     w = weights(5, 17, 3, 29)
-    w["args"] = [w[name] for name in INJECTION]
     w["scores"] = score_inputs(2, 3, 4, 29, 17, 5, 3)
     with pytest.raises(ValueError, match=match):
         call(w)
 
 
-def test_wrapper_equals_reference():
-    """Catches a wrapper that passes its operands in another order than the reference takes them."""
-    w = weights(5, 17, 3, 29)
-    hidden, args = torch.randn(2, 4, 17), [w[name] for name in INJECTION]
-    assert torch.equal(
-        adjacent_injection(hidden, w["codes"][:2], *args), adjacent_injection_reference(hidden, w["codes"][:2], *args)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_tables_are_the_products_they_replace(dtype):
+    """Catches a table with message and gate swapped, without sqrt(R), or summed in half precision."""
+    w = {k: v.to(dtype) if torch.is_tensor(v) else v for k, v in weights(13, 17, 3, 20_001).items()}
+    tables = tables_of(w)
+    wide = {k: v.double() if torch.is_tensor(v) else v for k, v in w.items()}
+    p = math.sqrt(13) * wide["codes"]
+    # one rounding of the result; sums of 17 float32 products before it
+    near = {"rtol": 2**-8 if dtype == torch.bfloat16 else 1e-4, "atol": 1e-5}
+    expected = torch.cat((p @ wide["message"].T, p @ wide["predecessor_gate"].T), dim=1)
+    torch.testing.assert_close(tables.predecessors.double(), expected, **near)
+    root = tables.root.double()
+    torch.testing.assert_close(
+        root.T @ root, wide["write"].T @ wide["write"], rtol=2**-6, atol=2**-6 if dtype == torch.bfloat16 else 1e-5
     )
+    expected = (wide["head_weight"] * wide["norm_weight"]) @ wide["write"]
+    torch.testing.assert_close(tables.head_messages.double(), expected, **near)
+    assert torch.equal(tables.projection, torch.cat((w["readout"], w["write"].T)))
+    assert tables_of(w, head_messages=False).head_messages is None
+
+
+def test_the_projection_is_that_of_the_states_before_the_write():
+    """Catches a projection read after the write or shifted by a slot: scores would be those of other states."""
+    w = weights(5, 17, 3, 29)
+    tables, hidden = tables_of(w), torch.randn(2, 4, 17)
+    found = adjacent_injection(hidden, torch.arange(2), 0, tables).projection
+    for mine, alone in zip(found, slot_projection(hidden[:, 1:], tables), strict=True):
+        torch.testing.assert_close(mine, alone)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import click
 
 from dspine_hub._version import __version__
+from dspine_hub.cli.bench import bench
 from dspine_hub.cli.bundle import bundle
 from dspine_hub.cli.card import card
 from dspine_hub.cli.demo import demo
@@ -23,6 +24,6 @@ def main():
     """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
 
 
-COMMANDS = (demo, list_entries, show, train, bundle, card, verify, push, pull, diff, serve, doctor)
+COMMANDS = (demo, list_entries, show, train, bundle, card, verify, push, pull, diff, bench, serve, doctor)
 for command in COMMANDS:
     main.add_command(command)

@@ -1,23 +1,32 @@
 """The three operations DSpine adds to a block drafter, one file each: reference, kernel, public wrapper."""
 
-from .adjacent_injection import adjacent_injection, adjacent_injection_reference, inject_message, predicted_feature
-from .candidate_walk import candidate_walk, candidate_walk_reference
-from .transition_scores import (
-    transition_scores,
-    transition_scores_message_reference,
-    transition_scores_reference,
+from .adjacent_injection import (
+    InjectedBlock,
+    SlotProjection,
+    adjacent_injection,
+    adjacent_injection_reference,
+    inject_message,
+    predicted_feature,
 )
+from .candidate_walk import candidate_walk, candidate_walk_reference
+from .transfer_tables import InjectionWeights, TransferTables, transfer_tables
+from .transition_scores import slot_projection, transition_scores, transition_scores_reference
 from .triton_support import use_triton
 
 __all__ = [
+    "InjectedBlock",
+    "InjectionWeights",
+    "SlotProjection",
+    "TransferTables",
     "adjacent_injection",
     "adjacent_injection_reference",
     "candidate_walk",
     "candidate_walk_reference",
     "inject_message",
     "predicted_feature",
+    "slot_projection",
+    "transfer_tables",
     "transition_scores",
-    "transition_scores_message_reference",
     "transition_scores_reference",
     "use_triton",
 ]

@@ -178,10 +178,10 @@ class DSpineObjective(nn.Module):
         drafter, config = self.drafter, self.config
         injection = drafter.injection
         rank = drafter.config.transfer_rank
-        receiver = predicted_feature(state, injection.readouts[-1].weight)
+        weights = injection.weights(drafter.config.num_hidden_layers - 1)
+        receiver = predicted_feature(state, weights.readout)
         predecessor = math.sqrt(rank) * F.embedding(predecessors, drafter.transfer_codes).to(state.dtype)
-        write = injection.writes[-1].weight
-        refined = drafter.norm(inject_message(state, receiver, predecessor, write, *injection.shared()))
+        refined = drafter.norm(inject_message(state, receiver, predecessor, weights))
         candidate_rows = F.embedding(candidates, head_weight)
         scores = torch.matmul(candidate_rows.float(), refined.float()[..., None]).squeeze(-1)
         log_p = scores.log_softmax(dim=-1)

@@ -1,0 +1,132 @@
+"""What the three operations read at inference, prepared once from a drafter's weights and its target's LM head.
+
+    predecessors[v] = (message(p_v) | predecessor_gate(p_v)),  p_v = sqrt(R) * codes[v]     [V, 2M], replaces the codes
+    projection      = (readout of the last layer | W^T),       W = write of the last layer  [R + M, H]
+    root            = R of W = QR, so that |W z| = |root z|                                 [M, M]
+    head_messages[v] = W^T (w * lm_head[v]),                   w = weight of the final norm [V, M], optional
+
+Sums run in float32; the tables are stored in the dtype of the weights. Source of the algebra: the module docstring of
+`transition_scores`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+# rows of a table built at once: bounds the float32 copy of the operand to 8192 * H values
+CHUNK = 8192
+
+
+class InjectionWeights(NamedTuple):
+    """Weights of one layer's injection, as a checkpoint holds them.
+
+    Args:
+        readout (`torch.Tensor` of shape `[R, H]`), write (`torch.Tensor` of shape `[H, M]`): Of the layer.
+        message, receiver_gate, predecessor_gate (`torch.Tensor` of shape `[M, R]`), bias (`torch.Tensor` of shape
+            `[M]`): Shared by all layers.
+    """
+
+    readout: torch.Tensor
+    write: torch.Tensor
+    message: torch.Tensor
+    receiver_gate: torch.Tensor
+    predecessor_gate: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TransferTables:
+    """Prepared operands of all layers; see [`transfer_tables`] for how they come about.
+
+    One object serves one CUDA stream at a time: kernels that split a sum count their parts in `tickets`.
+
+    Args:
+        layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
+        predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token.
+        projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
+        root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
+            length read through it is never negative, whatever is rounded.
+        norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
+        head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head, by reference.
+        head_messages (`torch.Tensor` of shape `[V, M]`, *optional*): What every token's head row reads of a message.
+        tickets (`torch.Tensor` of shape `[n]`, int32): Zeros between launches.
+    """
+
+    layers: tuple[InjectionWeights, ...]
+    predecessors: torch.Tensor
+    projection: torch.Tensor
+    root: torch.Tensor
+    norm_weight: torch.Tensor
+    norm_eps: float
+    head_weight: torch.Tensor
+    head_messages: torch.Tensor | None
+    tickets: torch.Tensor
+
+    @property
+    def last(self) -> int:
+        """Index of the layer whose write the transition redoes."""
+        return len(self.layers) - 1
+
+
+def _table(rows: torch.Tensor, weight: torch.Tensor, scale) -> torch.Tensor:
+    """Compute `scale * rows @ weight.T` in float32, a chunk of rows at a time; returns the dtype of `weight`."""
+    table = torch.empty(rows.shape[0], weight.shape[0], dtype=weight.dtype, device=weight.device)
+    wide = weight.float()
+    for out, chunk in zip(table.split(CHUNK), rows.split(CHUNK), strict=True):
+        out.copy_(F.linear(chunk.to(weight.device, torch.float32) * scale, wide))
+    return table
+
+
+@torch.no_grad()
+def transfer_tables(
+    layers: list[InjectionWeights],
+    codes: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    head_weight: torch.Tensor,
+    head_messages: bool = True,
+) -> TransferTables:
+    """Prepare the tables.
+
+    Args:
+        layers (`list[InjectionWeights]`): Weights of every layer's injection, first to last.
+        codes (`torch.Tensor` of shape `[V, R]`): Unit code of every token; not kept.
+        norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
+        head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head.
+        head_messages (`bool`): Keep the `[V, M]` table that spares a round `2 * S * K * H * M` operations a request.
+            It costs `V * M` values: 156 MB in bfloat16 for Qwen3-8B and `M = 512`.
+
+    Returns:
+        [`TransferTables`] on the device and in the dtype of the weights.
+
+    Raises:
+        ValueError: When codes and head have another number of rows or columns than the weights say.
+    """
+    last = layers[-1]
+    rank, hidden = last.readout.shape
+    if codes.shape[1] != rank:
+        raise ValueError(f"`codes` must have shape [V, R] with R = {rank}, got {list(codes.shape)}.")
+    if tuple(head_weight.shape) != (codes.shape[0], hidden):
+        expected = [codes.shape[0], hidden]
+        raise ValueError(f"`head_weight` must have shape [V, H] = {expected}, got {list(head_weight.shape)}.")
+    root = torch.linalg.qr(last.write.double(), mode="r").R
+    # a write with more columns than rows has a flat triangle
+    root = F.pad(root, (0, 0, 0, root.shape[1] - root.shape[0]))
+    return TransferTables(
+        layers=tuple(layers),
+        predecessors=_table(codes, torch.cat((last.message, last.predecessor_gate)), math.sqrt(rank)),
+        projection=torch.cat((last.readout, last.write.T)).contiguous(),
+        # a factorisation returns columns
+        root=root.to(last.write.dtype).contiguous(),
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        head_weight=head_weight,
+        head_messages=_table(head_weight, last.write.T, norm_weight.float()) if head_messages else None,
+        # one a tile whose sum is split: splitting stops long before a grid has as many tiles
+        tickets=torch.zeros(4096, dtype=torch.int32, device=last.write.device),
+    )

@@ -1,0 +1,136 @@
+"""What a round of DSpine is compared with on the same card: DFlash2's own parts, and the whole draft-verify cycle."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from dspine_hub.ops_bench import COPIES, Round, Shape, graph_us
+
+# public DFlash2 drafters: two taps over groups of 16 channels, codebooks of rank 256
+CONV_TAPS, CONV_GROUP, SELECTOR_RANK = 2, 16, 256
+
+
+def dflash2_us(shape: Shape, batch: int, inputs: list[Round]) -> float | None:
+    """Time the convolutions and the selector of an installed sglang, at the shapes of a DFlash2 drafter.
+
+    Args:
+        shape ([`Shape`]): Sizes; a DFlash2 drafter wraps attention and MLP of every layer in a convolution.
+        batch (`int`): Requests.
+        inputs (`list[Round]`): States and candidates to read.
+
+    Returns:
+        `float`: Microseconds of a round, `None` where sglang >= 0.5.19 is not installed.
+    """
+    try:
+        from sglang.srt.models.dflash import CandidateSelector, DFlashGroupedConv
+    except ImportError:
+        return None
+    dtype, slots = inputs[0].states[0].dtype, shape.N - 1
+
+    def make(kind, *args, **kwargs):
+        with torch.device("cuda"):
+            module = kind(*args, **kwargs).to(dtype)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False).normal_(std=0.02)
+        return module
+
+    parts = []
+    for _ in range(COPIES):
+        convs = [make(DFlashGroupedConv, shape.H, shape.N, CONV_TAPS, CONV_GROUP) for _ in range(2 * shape.L)]
+        selector = make(
+            CandidateSelector, hidden_size=shape.H, vocab_size=shape.V, state_rank=SELECTOR_RANK, top_k=shape.K
+        )
+        parts.append((convs, selector))
+
+    greedy = torch.ones(batch, dtype=torch.bool, device="cuda")
+    ones = torch.ones(batch, device="cuda")
+    unary = torch.randn(batch, slots, shape.K, device="cuda")
+
+    def run(convs, selector, one):
+        for index, conv in enumerate(convs):
+            rows = one.states[index // 2].flatten(0, 1)
+            mixed, coefficients = conv.prepare(rows)
+            conv.finish(mixed, coefficients)
+        scores = selector.build_lattice(
+            candidate_ids=one.candidates,
+            unary_logits=unary,
+            hidden_states=one.states[-1][:, 1:],
+            anchor_token_ids=one.anchor,
+        )
+        selector.sample_path(
+            candidate_ids=one.candidates,
+            scores=scores,
+            uniforms=one.uniforms,
+            temperatures=ones,
+            greedy_mask=greedy,
+        )
+
+    return graph_us([lambda p=p, i=i: run(*p, i) for p, i in zip(parts, inputs, strict=True)])["median"]
+
+
+@functools.cache
+def _cycle_models(shape: Shape):
+    """Random weights of a backbone and of an 8B-shaped target, both of Qwen3 blocks."""
+    from dspine_hub.configuration_dspine import DSpineConfig
+    from dspine_hub.modeling_dspine import DSpineDecoderLayer
+
+    config = DSpineConfig(
+        hidden_size=shape.H,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=shape.L,
+        vocab_size=shape.V,
+        block_size=shape.N,
+        target_layer_ids=[1, 9, 17, 25, 33],
+        num_target_layers=36,
+        mask_token_id=151669,
+        transfer_rank=shape.R,
+        message_size=shape.M,
+    )
+    with torch.device("cuda"):
+        layers = [DSpineDecoderLayer(config, 0).to(torch.bfloat16) for _ in range(shape.L + 36)]
+        head = (torch.randn(shape.V, shape.H) * 0.02).to(torch.bfloat16)
+    for layer in layers:
+        layer.requires_grad_(False)
+    return config, layers[: shape.L], layers[shape.L :], head
+
+
+def cycle_us(shape: Shape, batch: int) -> float:
+    """Time a draft-verify cycle without DSpine's own work.
+
+    A 5-layer backbone over `B * N` rows, the LM head and its top-K over `B * S` rows, and a 36-layer target with its
+    LM head over `B * N` rows; no context, which only lengthens a cycle.
+
+    Args:
+        shape ([`Shape`]): Sizes.
+        batch (`int`): Requests.
+
+    Returns:
+        `float`: Microseconds.
+    """
+    from dspine_hub.modeling_dspine import rotary_tables
+
+    config, backbone, target, head = _cycle_models(shape)
+    hidden = torch.randn(batch, shape.N, shape.H, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(shape.N, device="cuda")[None]
+    rotary = rotary_tables(positions, config.head_dim, 1e6, torch.bfloat16)
+    mask = torch.ones(shape.N, shape.N, dtype=torch.bool, device="cuda").tril()[None, None]
+    nothing = hidden[:, :0]
+
+    def run():
+        x = hidden
+        for layer in backbone:
+            x = layer(x, nothing, rotary, mask)
+        F.linear(x[:, 1:], head).topk(shape.K, dim=-1)
+        x = hidden
+        for layer in target:
+            x = layer(x, nothing, rotary, mask)
+        F.linear(x, head).argmax(dim=-1)
+
+    with torch.no_grad():
+        return graph_us([run], repeats=10)["median"]
