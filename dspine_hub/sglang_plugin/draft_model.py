@@ -3,7 +3,7 @@
 What differs from SGLang's DFlash draft model, in the order of the file:
 - attention inside the block is causal; every block row still sees the whole context
 - after every layer each slot receives a message from its left neighbour
-- a row of the output is `[normed state ; state before the last injection]`, which the selector takes apart
+- a row of the output also holds the state before the last injection, and what that injection knew, for the selector
 - a load accounts for every tensor
 
 Context keys and values come from one projection of the target's features, as in DFlash, so fused kernels are kept.
@@ -23,7 +23,7 @@ from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
-from dspine_hub.sglang_plugin.transition_cache import TransitionCache
+from dspine_hub.sglang_plugin.transition_cache import TransitionCache, make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class DSpineDraftModel(DFlash2DraftModel):
         self.injection = TransferSpace(config)
         self.candidate_selector = TransitionCache(self.injection, self.norm, config.num_candidates)
         self.lm_head = None
-        self._loaded = False
 
     @torch.no_grad()
     def forward(
@@ -66,41 +65,37 @@ class DSpineDraftModel(DFlash2DraftModel):
             input_embeds (`torch.Tensor` of shape `[B * N, H]`): The target's embeddings of `input_ids`.
 
         Returns:
-            `LogitsProcessorOutput`: `hidden_states` of shape `[B * N, 2 H]`.
+            `LogitsProcessorOutput`: `hidden_states` of shape `[B * N, 2 H + 2 M]`.
         """
         if input_embeds is None:
             raise ValueError("`input_embeds` must hold the target's embeddings, got none: a drafter owns no table.")
         # the eager runner hands over bfloat16 whatever the engine's dtype is
         hidden = input_embeds.to(self.norm.weight.dtype)
         if hidden.numel() == 0:
-            return LogitsProcessorOutput(next_token_logits=None, hidden_states=torch.cat((hidden, hidden), dim=-1))
+            return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
         blocks = (-1, self.block_size, hidden.shape[-1])
-        anchor = input_ids.view(-1, self.block_size)[:, 0]
+        anchor = input_ids.view(-1, self.block_size)[:, 0].contiguous()
         for index, layer in enumerate(self.layers):
             # without a residual a layer starts from the whole state, which is what an injection writes to
             hidden, residual = layer(positions, hidden, forward_batch, None)
             state = hidden + residual
-            hidden = self.injection.inject(state.view(blocks), anchor, index).view(state.shape)
-        rows = torch.cat((self.norm(hidden), state), dim=-1)
+            written, projection = self.injection.inject(state.view(blocks), anchor, index)
+            hidden = written.view(state.shape)
+        rows = make_rows(self.norm(hidden), state, projection)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the top `K` of the backbone's logits: rows `[n, 2 H]` to token ids and logits, each `[n, K]`."""
+        """Take the top `K` of the backbone's logits: rows of [`make_rows`] to token ids and logits, each `[n, K]`."""
         self.candidate_selector.attach(self.lm_head)
-        return super().compute_candidates(hidden[:, : hidden.shape[-1] // 2].contiguous())
+        return super().compute_candidates(hidden[:, : self.norm.weight.shape[0]].contiguous())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a checkpoint, refusing tensors that are unknown, missing or of another shape.
-
-        A later call may bring a part of them only, as weight updates do.
-        """
+        """Load a checkpoint, refusing tensors that are unknown, missing or of another shape."""
         account = TensorAccount(expected_tensors(self.config))
         aside: dict[str, torch.Tensor] = {}
         super().load_weights(self._backbone(weights, account, aside))
-        if not self._loaded:
-            account.close()
+        account.close()
         self._load_transfer_space(aside)
-        self._loaded = True
 
     def _backbone(self, weights, account: TensorAccount, aside: dict):
         """Yield what SGLang's loader knows; put the rest aside."""
@@ -113,25 +108,23 @@ class DSpineDraftModel(DFlash2DraftModel):
 
     @torch.no_grad()
     def _load_transfer_space(self, tensors: dict[str, torch.Tensor]) -> None:
-        if "transfer_ready" in tensors and not bool(tensors.pop("transfer_ready")):
+        if not bool(tensors["transfer_ready"]):
             raise ValueError("`transfer_ready` must be true, got false: this drafter was never trained.")
-        parameters = dict(self.injection.named_parameters())
-        for name in [name for name in tensors if name.startswith("injection.")]:
-            parameters[name.removeprefix("injection.")].copy_(tensors.pop(name))
-        if "transfer_codes" in tensors:
-            self.injection.codes.copy_(tensors.pop("transfer_codes"))
-        elif tensors:
-            arguments = get_server_args()
-            basis = {name.removeprefix("transfer_basis."): tensor for name, tensor in tensors.items()}
-            self.injection.codes.copy_(
-                rebuild_codes(arguments.model_path, arguments.revision, basis, self.injection.codes.device)
-            )
-        norms = self.injection.codes[:64].float().norm(dim=-1)
-        if not bool(((norms > 0.9) & (norms < 1.1)).any()) or not bool(torch.isfinite(norms).all()):
+        for name, parameter in self.injection.named_parameters():
+            parameter.copy_(tensors[f"injection.{name}"])
+        codes = tensors["transfer_codes"] if "transfer_codes" in tensors else self._rebuilt_codes(tensors)
+        norms = codes[:64].float().norm(dim=-1)
+        if not bool((norms < 1.1).all() & (norms.max() > 0.9)):
             raise ValueError(
                 f"`transfer_codes` must hold unit rows, got lengths from {float(norms.min()):.3g} to "
                 f"{float(norms.max()):.3g}: the checkpoint is damaged. Run `dspine-hub verify` on it."
             )
+        self.injection.prepare(codes, self.norm)
+
+    def _rebuilt_codes(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = {name.removeprefix("transfer_basis."): tensor for name, tensor in tensors.items()}
+        arguments = get_server_args()
+        return rebuild_codes(arguments.model_path, arguments.revision, parts, self.norm.weight.device)
 
 
 def _check_engine(quant_config) -> None:

@@ -6,12 +6,32 @@ from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from dspine_hub.kernels import candidate_walk
+from dspine_hub.kernels import SlotProjection, candidate_walk
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
-from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
 # columns sent through the head at once while its table is made
 CHUNK = 64
+
+
+def make_rows(normed: torch.Tensor, state: torch.Tensor, projection: SlotProjection) -> torch.Tensor:
+    """Put side by side what the selector needs of every row of a block.
+
+    Args:
+        normed, state (`torch.Tensor` of shape `[B * N, H]`): Final states, and states before the last injection.
+        projection ([`SlotProjection`]): Of the slots, each `[B, S, M]`; the anchor's row gets zeros.
+
+    Returns:
+        `torch.Tensor` of shape `[B * N, 2 H + 2 M]`.
+    """
+    slots = torch.nn.functional.pad(torch.cat(projection, dim=-1), (0, 0, 1, 0))
+    return torch.cat((normed, state, slots.flatten(0, 1)), dim=-1)
+
+
+def take_rows(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, SlotProjection]:
+    """Take states before the last injection and the projection out of rows `[B, S, 2 H + 2 M]`; `width` is `H`."""
+    size = rows.shape[-1] // 2 - width
+    state, receiver, update = rows[..., width:].split((width, size, size), dim=-1)
+    return state, SlotProjection(receiver, update)
 
 
 class TransitionCache:
@@ -28,11 +48,10 @@ class TransitionCache:
     def __init__(self, space: TransferSpace, norm: nn.Module, top_k: int):
         self.space, self.norm, self.top_k = space, norm, top_k
         self._head: nn.Module | None = None
-        self._table: torch.Tensor | None = None
 
     @torch.no_grad()
     def attach(self, head: nn.Module) -> None:
-        """Take the target's LM head; a table is made of one whose rows cannot be read here.
+        """Take what is read of the target's LM head.
 
         The worker hands the head over after loading and runs the graph's content once before it captures it.
         """
@@ -40,10 +59,11 @@ class TransitionCache:
             return
         whole = get_parallel().tp_size == 1
         quantised = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
-        self._table = None if whole and not quantised else self._head_table(head, whole, quantised)
+        messages = self._head_messages(head, whole, quantised)
+        self.space.attach_head(messages, head.weight if whole and not quantised else None)
         self._head = head
 
-    def _head_table(self, head: nn.Module, whole: bool, quantised: bool) -> torch.Tensor:
+    def _head_messages(self, head: nn.Module, whole: bool, quantised: bool) -> torch.Tensor:
         """Send the columns of the last write through the head: `G` of shape `[V, M]`, whole on every rank."""
         if getattr(head, "num_added_embeddings", 0):
             raise ValueError("the target's LM head must have no added rows (LoRA vocabulary), got some.")
@@ -72,17 +92,15 @@ class TransitionCache:
         Args:
             candidate_ids (`torch.Tensor` of shape `[B, S, K]`, int64): Candidates of every slot.
             unary_logits (`torch.Tensor` of shape `[B, S, K]`, float32): Their backbone logits.
-            hidden_states (`torch.Tensor` of shape `[B, S, 2 H]`): Normed states and states before the last injection.
+            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + 2 M]`): As [`make_rows`] puts them together.
             anchor_token_ids (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
 
         Returns:
             `torch.Tensor` of shape `[B, S, K, K]`, float32: predecessor before candidate.
         """
-        state = hidden_states[..., hidden_states.shape[-1] // 2 :].contiguous()
-        if self._table is None:
-            return self.space.scores(state, candidate_ids, anchor_token_ids, self.norm, self._head.weight)
-        epsilon = self.norm.variance_epsilon
-        return unary_scores(self.space, state, candidate_ids, anchor_token_ids, unary_logits, epsilon, self._table)
+        state, projection = take_rows(hidden_states, self.norm.weight.shape[0])
+        # the worker passes a column of its blocks, kernels read anchors in one piece
+        return self.space.scores(state, projection, candidate_ids, anchor_token_ids.contiguous(), unary_logits)
 
     def sample_path(
         self,
