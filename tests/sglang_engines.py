@@ -22,7 +22,7 @@ SHARED = (
     *("aiohttp", "apache-tvm-ffi==0.1.11", "dill", "einops", "fastapi", "gguf", "ipython", "jsonschema", "loguru"),
     *("msgspec", "nvidia-ml-py", "openai", "orjson", "partial_json_parser", "pillow", "prometheus-client", "psutil"),
     *("pybase64", "python-multipart", "pyzmq", "requests", "sentencepiece==0.2.1", "setproctitle", "setuptools"),
-    *("starlette", "tiktoken", "tqdm", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard"),
+    *("soundfile", "starlette", "tiktoken", "tqdm", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard"),
 )
 # these would bring torch builds for GPUs along
 BARE = ("compressed-tensors==0.18.0", "interegular", "llguidance", "openai-harmony==0.0.4")

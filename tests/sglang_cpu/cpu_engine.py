@@ -105,6 +105,9 @@ def _allow_the_device():
         server_args.disable_overlap_schedule = True
 
     registration.resolve_arguments = resolve_on_cpu
+    if not hasattr(speculative_hook, "current_platform"):
+        # 0.5.19 tests the name of the device: no way around by the name DFLASH
+        return
     platform = speculative_hook.current_platform
 
     class Platform:
