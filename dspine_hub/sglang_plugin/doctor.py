@@ -74,29 +74,27 @@ def _check_plugin(report: Report, plugin: dict) -> None:
     if plugin["entry_point"] is None:
         message = "the entry point `dspine` of `sglang.srt.plugins` must be installed, got none."
         report.add("error", "entry-point", message, "pip install --force-reinstall --no-deps dspine-hub")
-    allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed is not None and ENTRY_POINT not in [name.strip() for name in allowed.split(",")]:
-        message = f"`SGLANG_PLUGINS` must name `{ENTRY_POINT}` when it is set, got {allowed!r}."
-        report.add(
-            "error",
-            "whitelist",
-            message,
-            f"export SGLANG_PLUGINS={allowed.strip(', ')},{ENTRY_POINT}".replace("=,", "="),
-        )
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", ENTRY_POINT).split(",") if name.strip()]
+    if ENTRY_POINT not in allowed:
+        message = f"`SGLANG_PLUGINS` must name `{ENTRY_POINT}` when it is set, got {','.join(allowed)!r}."
+        report.add("error", "whitelist", message, f"export SGLANG_PLUGINS={','.join([*allowed, ENTRY_POINT])}")
     command = [sys.executable, "-m", "dspine_hub.sglang_plugin"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-        plugin["probe"] = json.loads(result.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        reason = _last_line(getattr(error, "stderr", None) or locals().get("result") and result.stderr)
-        report.add("error", "import", f"SGLang could not be imported: {reason}", INSTALL)
+    except subprocess.TimeoutExpired:
+        report.add("error", "import", f"SGLang must import within {PROBE_SECONDS} s, got no answer.")
         return
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
+        report.add("error", "import", f"SGLang could not be imported: {_last_line(result.stderr)}", INSTALL)
+        return
+    plugin["probe"] = json.loads(lines[-1])
     probe = plugin["probe"]
     if not (probe["algorithm"] and probe["config"] and len(probe["architectures"]) == 2):
         message = f"the plugin must register DSPINE, its config and two architectures, got {probe}."
         report.add("error", "registration", f"{message} {_last_line(result.stderr)}")
 
 
-def _last_line(text) -> str:
-    lines = [line for line in str(text or "").splitlines() if line.strip()]
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

@@ -37,7 +37,8 @@ def drafter_config(raw: dict) -> DSpineConfig:
             f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} "
             "without one: this is no DSpine drafter."
         )
-    fields = {name: value for name, value in raw.items() if name in DSpineConfig.__dataclass_fields__}
+    known = set(DSpineConfig.__dataclass_fields__) - {"model_type"}
+    fields = {name: value for name, value in raw.items() if name in known}
     fields.update({ours: method[name] for name, ours in TRAINER_NAMES.items() if name in method})
     fields.update({name: block[name] for name in ("target_layer_ids", "mask_token_id", "block_size") if name in block})
     fields.update({name: raw[name] for name in ("rope_theta", "rope_scaling") if raw.get(name) is not None})
