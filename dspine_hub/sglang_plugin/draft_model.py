@@ -121,6 +121,13 @@ class DSpineDraftModel(DFlash2DraftModel):
             )
         self.injection.prepare(codes, self.norm)
 
+    @torch.no_grad()
+    def post_load_weights(self) -> None:
+        """Make tables of random codes when SGLang loaded no checkpoint (`--load-format dummy`), as in benchmarks."""
+        if self.injection.tables is None:
+            codes = torch.randn(self.config.vocab_size, self.config.transfer_rank, device=self.norm.weight.device)
+            self.injection.prepare(torch.nn.functional.normalize(codes, dim=-1), self.norm)
+
     def _rebuilt_codes(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = {name.removeprefix("transfer_basis."): tensor for name, tensor in tensors.items()}
         arguments = get_server_args()
