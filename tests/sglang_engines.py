@@ -42,7 +42,7 @@ def environment(folder: Path, overlays: Path, version: str, **extra: str) -> dic
         "PYTHONPATH": os.pathsep.join(str(part.resolve()) for part in path),
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",
         **extra,
     }
 

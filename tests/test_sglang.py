@@ -214,7 +214,7 @@ CONFIGS = {
 @pytest.mark.parametrize(("changes", "message"), CONFIGS.values(), ids=CONFIGS)
 def test_attention_that_is_not_dspines_is_refused(changes, message):
     """Catches a window or a bidirectional block served as full and causal, in silence (sglang#32595)."""
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(DSpineHubError, match=message):
         startup.drafter_config(trainer_config(**changes))
 
 

@@ -120,7 +120,7 @@ def plain(tmp_path_factory):
 
 
 SAMPLED = {"temperature": 1.0, "top_k": 4, "max_new_tokens": 3, "ignore_eos": True}
-SAMPLES, SAMPLES_A_CALL = 1200, 48
+SAMPLES, SAMPLES_A_CALL = 480, 48
 
 
 @pytest.fixture(scope="session")
@@ -190,8 +190,8 @@ def test_drafts_are_those_of_the_model_for_the_same_text(served):
         draft = drafter.draft(context, anchor)
         assert found["tokens"].tolist() == draft.tokens.tolist()
         assert torch.equal(found["candidate_ids"].sort(-1).values, draft.candidates.sort(-1).values)
-        # the engine draws scores for every candidate, in its own order of equal logits
-        assert torch.equal(found["q"].sum(-1), torch.ones_like(found["q"][..., 0]))
+        # a greedy draft is certain of its token
+        assert torch.equal(found["q"].max(-1).values, torch.ones(1, drafter.config.block_size - 1))
         right = [a == b for a, b in zip(draft.tokens[0].tolist(), text[position + 1 :], strict=False)]
         position += 1 + (right.index(False) if False in right else len(right))
 

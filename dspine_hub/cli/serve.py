@@ -1,5 +1,6 @@
 """`dspine-hub serve`."""
 
+import os
 import shlex
 
 import click
@@ -29,7 +30,5 @@ def serve(target, drafter, only_print, flags):
     command = launch_command(target, drafter, flags)
     click.echo(shlex.join(command), err=not only_print)
     if not only_print:
-        import os
-
         # signals and the exit code are the server's own
         os.execv(command[0], command)

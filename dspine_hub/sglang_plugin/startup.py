@@ -2,10 +2,12 @@
 
 import logging
 
+from huggingface_hub.errors import StrictDataclassError
+
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.pairing import check_pair, read_drafter_config
+from dspine_hub.pairing import check_pair
 from dspine_hub.sources import Source
 
 ALGORITHM = "DSPINE"
@@ -28,9 +30,22 @@ def drafter_config(raw: dict) -> DSpineConfig:
 
     Returns:
         [`DSpineConfig`]: Every rule of it holds.
+
+    Raises:
+        DSpineHubError: When it is neither, or breaks a rule: a window, attention in both directions, unsorted taps.
     """
-    if raw.get("model_type") == DSpineConfig.model_type:
-        return DSpineConfig(**raw)
+    try:
+        return DSpineConfig(**(raw if is_ours(raw) else _from_trainer(raw)))
+    except (ValueError, StrictDataclassError) as error:
+        raise DSpineHubError(f"`config.json` of the drafter breaks a rule: {error}") from None
+
+
+def is_ours(raw: dict) -> bool:
+    """Tell whether a `config.json` is in this package's format."""
+    return raw.get("model_type") == DSpineConfig.model_type
+
+
+def _from_trainer(raw: dict) -> dict:
     method, block = raw.get("dspine_config"), raw.get("dflash_config") or {}
     if method is None:
         raise DSpineHubError(
@@ -41,14 +56,17 @@ def drafter_config(raw: dict) -> DSpineConfig:
     fields = {name: value for name, value in raw.items() if name in known}
     fields.update({ours: method[name] for name, ours in TRAINER_NAMES.items() if name in method})
     fields.update({name: block[name] for name in ("target_layer_ids", "mask_token_id", "block_size") if name in block})
-    fields.update({name: raw[name] for name in ("rope_theta", "rope_scaling") if raw.get(name) is not None})
-    # a sliding window is refused by the config's own rule; absent types mean full attention
-    return DSpineConfig(**{**fields, "is_causal": raw.get("is_causal"), "layer_types": raw.get("layer_types")})
+    return {**fields, **{name: raw[name] for name in ("rope_theta", "rope_scaling") if raw.get(name) is not None}}
+
+
+def read_config(path: str, revision: str | None = None) -> DSpineConfig:
+    """Read the config of a drafter in a folder or repository."""
+    return drafter_config(Source(path, revision).config())
 
 
 def pair_report(drafter: Source, target: Source) -> Report:
     """Check a pair as [`check_pair`] does; of a drafter in the trainer's format, only its config's own rules."""
-    if drafter.config().get("model_type") == DSpineConfig.model_type:
+    if is_ours(drafter.config()):
         return check_pair(drafter, target)
     drafter_config(drafter.config())
     return Report()
@@ -95,8 +113,8 @@ def resolve_arguments(server_args) -> None:
             raise DSpineHubError(f"`{flag}` must be {allowed} for {ALGORITHM}, got {value}: {reason}.")
     server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
     if server_args.speculative_num_draft_tokens is None:
-        source = Source(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
-        server_args.speculative_num_draft_tokens = drafter_config(source.config()).block_size
+        path, revision = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+        server_args.speculative_num_draft_tokens = read_config(path, revision).block_size
     window, block = server_args.speculative_draft_window_size, server_args.speculative_num_draft_tokens
     if window is not None and window < block:
         raise DSpineHubError(
@@ -109,10 +127,3 @@ def resolve_arguments(server_args) -> None:
         logger.warning(f"{ALGORITHM}: the drafter's attention backend cannot be {backend!r}; using 'flashinfer'.")
         backend = "flashinfer"
     server_args.speculative_draft_attention_backend = backend
-
-
-def read_config(path: str, revision: str | None = None) -> DSpineConfig:
-    """Read a drafter's config from a folder or repository; `DSpineHubError` names what is wrong with it."""
-    source = Source(path, revision)
-    raw = source.config()
-    return read_drafter_config(source) if raw.get("model_type") == DSpineConfig.model_type else drafter_config(raw)
