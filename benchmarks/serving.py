@@ -299,33 +299,36 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 
 @main.command("rounds")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32, 64), show_default=True)
-@click.option(
-    "--tokens", default=64, show_default=True, help="Tokens a request; with random weights about one a round."
-)
+@click.option("--tokens", default=144, show_default=True, help="Tokens of a long request; a short one has a ninth.")
 @click.option("--repeats", default=5, show_default=True)
 @click.option("--selector-rank", default=256, show_default=True, help="Of the DFlash2-style drafter.")
 @click.option("--conv", nargs=2, type=int, default=(4, 64), show_default=True, help="Its kernel and group; 0 0: none.")
 @click.pass_obj
 def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
-    """Time a draft-verify round at the shapes of Qwen3-8B, with random weights."""
-    run = obj["run"]
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    steps = []
+    """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.
+
+    What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel.
+    """
+    run, steps = obj["run"], []
     for batch in batches:
-        prompts = [[1000 + row] * 32 for row in range(batch)]
-        step = {"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": batch}
-        # one to warm up
-        steps += [step] * (repeats + 1)
+        prompts = [[100 + row] * 32 for row in range(batch)]
+        # the first pair warms up
+        for length in (tokens // 9, tokens) * (repeats + 1):
+            sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+            steps.append({"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": batch})
     table = {batch: {"batch": batch} for batch in batches}
     for name, arguments in shapes(run.scratch / "shapes", selector_rank, conv).items():
-        done = run.engine(steps, **arguments) or []
+        done, size = run.engine(steps, **arguments) or [], 2 * (repeats + 1)
         for index, batch in enumerate(batches):
-            part = done[index * (repeats + 1) + 1 : (index + 1) * (repeats + 1)]
-            times = [1e6 * step["seconds"] / max(step["rounds"]) for step in part]
+            part = done[index * size + 2 : (index + 1) * size]
+            times = [
+                1e6 * (long["seconds"] - short["seconds"]) / (max(long["rounds"]) - max(short["rounds"]))
+                for short, long in zip(part[::2], part[1::2], strict=False)
+            ]
             if times:
                 table[batch] |= {name: statistics.median(times), f"{name}_spread": max(times) - min(times)}
     protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
-    protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}, "prompt_included": True}
+    protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
     save(obj["out"], {"round_us": list(table.values()), "round_protocol": protocol})
 
 
