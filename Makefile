@@ -5,6 +5,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 OVERLAYS = $(VENV)/overlays/.ready
 OLAH = $(VENV)/olah
+ENGINES = $(VENV)/engines/.ready
 
 .PHONY: demo test lint format clean
 
@@ -22,6 +23,10 @@ $(OVERLAYS): $(READY) tests/overlays.py
 	$(BIN)/python -m pip install --quiet --upgrade --target $(OLAH) olah==0.5.4
 	touch $@
 
+$(ENGINES): $(READY) tests/sglang_engines.py
+	$(BIN)/python tests/sglang_engines.py $(VENV)/engines
+	touch $@
+
 demo: $(READY)
 	$(BIN)/dspine-hub demo
 
@@ -34,8 +39,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint $(OVERLAYS)
-	DSPINE_OVERLAYS=$(VENV)/overlays DSPINE_OLAH=$(abspath $(OLAH)) $(BIN)/python -m pytest
+test: lint $(OVERLAYS) $(ENGINES)
+	DSPINE_OVERLAYS=$(VENV)/overlays DSPINE_ENGINES=$(abspath $(VENV)/engines) DSPINE_OLAH=$(abspath $(OLAH)) \
+		$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_kernels.py
 
 clean:

@@ -99,13 +99,15 @@ REPORTS = {
     "hub-facts 4.12": (
         "test_reports.py::test_a_block_counts_its_anchor",
         "test_cards.py::test_sections_and_snippets",
-        "checkpoints in the other convention and flags of other engines: come with conversion and the SGLang plugin",
+        "test_sglang.py::test_arguments_are_filled_in",
+        "test_sglang_engine.py::test_drafts_are_those_of_the_model_for_the_same_text",
+        "checkpoints in the other convention: come with conversion",
     ),
     # an architecture that another class claims: vllm-project/vllm#52197
     "hub-facts 4.13": (
         "test_reports.py::test_names_are_nobody_elses",
         "test_bundle.py::test_bundle_keeps_every_weight_and_names_its_code_locally",
-        "the assertion of the serving side: comes with the SGLang plugin",
+        "test_sglang_engine.py::test_the_plugin_registers_everything",
     ),
     # `Cache.crop` changed its meaning: huggingface/transformers#47720, #47433, #48479
     "hub-facts 4.15": (
@@ -180,7 +182,8 @@ REPORTS = {
     "ask 4": (
         "test_generation.py::test_taps_are_the_hidden_states_of_transformers",
         "test_pair.py::test_drafts_are_the_recorded_ones",
-        "taps inside other engines: come with the SGLang plugin and conversion",
+        "test_sglang_engine.py::test_drafts_are_those_of_the_model_for_the_same_text",
+        "taps of other formats: come with conversion",
     ),
     # guessed taps: z-lab/dflash#156
     "ask 5": (
@@ -217,7 +220,7 @@ REPORTS = {
     # a quantised head: sgl-project/sglang#35534
     "ask 12": (
         "test_pairing.py::test_caution_is_reported_and_does_not_refuse",
-        "candidates scored through a quantised head: comes with quantised targets",
+        "test_sglang.py::test_a_quantised_head_is_scored_through_its_own_method",
     ),
     # a quantised draft at zero acceptance: sgl-project/sglang#39087
     "ask 13": (
@@ -231,7 +234,7 @@ REPORTS = {
         "test_generation.py::test_sampled_text_has_the_targets_distribution",
         "test_generation.py::test_q_equal_to_p_is_always_accepted",
         "test_kernels.py::test_walk_draws_from_q",
-        "acceptance by equal samples: this loop has rejection by q only; the other comes with the SGLang plugin",
+        "test_sglang_engine.py::test_samples_have_the_targets_distribution",
     ),
     # is it lossless?: sgl-project/sglang#38009, z-lab/dflash#159
     "ask 17": (
@@ -244,7 +247,7 @@ REPORTS = {
     "ask 18": (
         "test_training.py::test_packed_blocks_equal_each_block_alone",
         "test_generation.py::test_transformers_own_dflash_loop_gives_the_same_text",
-        "the same comparison in a serving engine: comes with the SGLang plugin",
+        "test_sglang_engine.py::test_acceptance_is_that_of_the_transformers_loop",
     ),
     # other languages and domains, and which data: z-lab/dflash#7, #52
     "ask 19": (
@@ -253,7 +256,7 @@ REPORTS = {
         "acceptance by domain and the best block length: come with evaluation",
     ),
     # several GPUs: vllm-project/vllm#31886, #48392
-    "ask 20": ("comes with the SGLang plugin; the loop of transformers serves one request on one device",),
+    "ask 20": ("test_sglang_engine.py::test_two_ranks_draft_alike",),
     # flags of a result
     "also z-lab/dflash#35": (
         "test_cards.py::test_results_state_their_protocol",

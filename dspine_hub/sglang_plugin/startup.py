@@ -1,0 +1,129 @@
+"""What is checked and filled in before an engine starts, from its arguments alone."""
+
+import logging
+
+from huggingface_hub.errors import StrictDataclassError
+
+from dspine_hub.configuration_dspine import DSpineConfig
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.findings import Report
+from dspine_hub.pairing import check_pair
+from dspine_hub.sources import Source
+
+ALGORITHM = "DSPINE"
+# where the DFLASH worker runs; a test of this plugin adds the CPU
+DEVICES = ["cuda", "npu", "xpu"]
+# SGLang's own default for this family: every request holds a block of slots
+MAX_RUNNING_REQUESTS = 48
+# keys of the public trainer's `dspine_config` that a config of ours has under another name
+TRAINER_NAMES = {"transfer_rank": "transfer_rank", "message_size": "message_size", "top_k": "num_candidates"}
+
+logger = logging.getLogger(__name__)
+
+
+def drafter_config(raw: dict) -> DSpineConfig:
+    """Read a drafter's config in this package's format or in the public trainer's.
+
+    Args:
+        raw (`dict`): `config.json`. The trainer's has the target's `model_type`, taps and mask token in
+            `dflash_config`, sizes of the method in `dspine_config`.
+
+    Returns:
+        [`DSpineConfig`]: Every rule of it holds.
+
+    Raises:
+        DSpineHubError: When it is neither, or breaks a rule: a window, attention in both directions, unsorted taps.
+    """
+    try:
+        return DSpineConfig(**(raw if is_ours(raw) else _from_trainer(raw)))
+    except (ValueError, StrictDataclassError) as error:
+        raise DSpineHubError(f"`config.json` of the drafter breaks a rule: {error}") from None
+
+
+def is_ours(raw: dict) -> bool:
+    """Tell whether a `config.json` is in this package's format."""
+    return raw.get("model_type") == DSpineConfig.model_type
+
+
+def _from_trainer(raw: dict) -> dict:
+    method, block = raw.get("dspine_config"), raw.get("dflash_config") or {}
+    if method is None:
+        raise DSpineHubError(
+            f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} "
+            "without one: this is no DSpine drafter."
+        )
+    known = set(DSpineConfig.__dataclass_fields__) - {"model_type"}
+    fields = {name: value for name, value in raw.items() if name in known}
+    fields.update({ours: method[name] for name, ours in TRAINER_NAMES.items() if name in method})
+    fields.update({name: block[name] for name in ("target_layer_ids", "mask_token_id", "block_size") if name in block})
+    return {**fields, **{name: raw[name] for name in ("rope_theta", "rope_scaling") if raw.get(name) is not None}}
+
+
+def read_config(path: str, revision: str | None = None) -> DSpineConfig:
+    """Read the config of a drafter in a folder or repository."""
+    return drafter_config(Source(path, revision).config())
+
+
+def pair_report(drafter: Source, target: Source) -> Report:
+    """Check a pair as [`check_pair`] does; of a drafter in the trainer's format, only its config's own rules."""
+    if is_ours(drafter.config()):
+        return check_pair(drafter, target)
+    drafter_config(drafter.config())
+    return Report()
+
+
+def check_pair_of(server_args) -> None:
+    """Raise `DSpineHubError` unless the engine's drafter fits its target; warnings are logged.
+
+    Args:
+        server_args: SGLang's arguments, or anything with the same attributes.
+    """
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        raise DSpineHubError(
+            f"`--speculative-draft-model-path` must name the drafter for {ALGORITHM}, got nothing: "
+            "`dspine-hub serve --target TARGET --drafter DRAFTER` writes the whole command."
+        )
+    drafter = Source(path, server_args.speculative_draft_model_revision)
+    report = pair_report(drafter, Source(server_args.model_path, server_args.revision))
+    for finding in report.findings:
+        if finding.severity == "warning":
+            logger.warning(f"{ALGORITHM}: {finding.message}")
+    if not report.ok:
+        problems = "\n".join(line for line in report.lines() if line.startswith("error"))
+        raise DSpineHubError(f"`{path}` does not fit `{server_args.model_path}`:\n{problems}")
+
+
+def resolve_arguments(server_args) -> None:
+    """Check and fill in what SGLang does for DFLASH only after it has settled the algorithm.
+
+    Args:
+        server_args: Only attributes are read and written: since 0.5.20 SGLang passes a recorder.
+    """
+    from sglang.srt.server_args import DRAFT_ATTENTION_BACKEND_CHOICES
+
+    if server_args.device.split(":")[0] not in DEVICES:
+        raise DSpineHubError(f"`--device` must be one of {DEVICES} for {ALGORITHM}, got {server_args.device!r}.")
+    refused = (
+        ("--pp-size", server_args.pp_size, 1, "the worker holds the whole target"),
+        ("--enable-dp-attention", server_args.enable_dp_attention, False, "it was never tested with this drafter"),
+    )
+    for flag, value, allowed, reason in refused:
+        if value != allowed:
+            raise DSpineHubError(f"`{flag}` must be {allowed} for {ALGORITHM}, got {value}: {reason}.")
+    server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
+    if server_args.speculative_num_draft_tokens is None:
+        path, revision = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+        server_args.speculative_num_draft_tokens = read_config(path, revision).block_size
+    window, block = server_args.speculative_draft_window_size, server_args.speculative_num_draft_tokens
+    if window is not None and window < block:
+        raise DSpineHubError(
+            f"`--speculative-draft-window-size` must be at least the block's {block} rows, got {window}."
+        )
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
+    backend = server_args.speculative_draft_attention_backend or server_args.attention_backend
+    if backend is not None and backend not in DRAFT_ATTENTION_BACKEND_CHOICES:
+        logger.warning(f"{ALGORITHM}: the drafter's attention backend cannot be {backend!r}; using 'flashinfer'.")
+        backend = "flashinfer"
+    server_args.speculative_draft_attention_backend = backend

@@ -1,0 +1,102 @@
+"""The injection weights of a drafter inside an engine, and the calls into this package's kernels.
+
+Every rank holds all of them: a block's candidates come from the whole vocabulary, so any rank may need any token's
+row. Everything a round calls here can be captured in a CUDA graph: shapes are static and no value is read back.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from dspine_hub.configuration_dspine import DSpineConfig
+from dspine_hub.kernels import (
+    InjectedBlock,
+    InjectionWeights,
+    SlotProjection,
+    TransferTables,
+    adjacent_injection,
+    transfer_tables,
+    transition_scores,
+)
+from dspine_hub.sglang_plugin.unary_scores import unary_scores
+
+
+class TransferSpace(nn.Module):
+    """Readouts, writes and gates, named as in a checkpoint below `injection.`, and the tables made of them."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        hidden, rank, size = config.hidden_size, config.transfer_rank, config.message_size
+        layers = range(config.num_hidden_layers)
+        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in layers)
+        self.writes = nn.ModuleList(nn.Linear(size, hidden, bias=False) for _ in layers)
+        self.message = nn.Linear(rank, size, bias=False)
+        self.receiver_gate = nn.Linear(rank, size, bias=False)
+        self.predecessor_gate = nn.Linear(rank, size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+        self.tables: TransferTables | None = None
+        self._rows_readable = False
+
+    def prepare(self, codes: torch.Tensor, norm) -> None:
+        """Make the tables once all weights are loaded; the codes `[V, R]` are not kept.
+
+        All memory is taken here, before the engine sizes its KV pool. Tables that exist are written over, since
+        captured graphs read them.
+
+        Args:
+            codes (`torch.Tensor` of shape `[V, R]`): Unit code of every token.
+            norm: The final RMSNorm, with `weight` and `variance_epsilon`.
+        """
+        shared = self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
+        pairs = zip(self.readouts, self.writes, strict=True)
+        layers = [InjectionWeights(readout.weight, write.weight, *shared) for readout, write in pairs]
+        # the head comes later, when the worker hands it over
+        no_head = norm.weight.new_zeros(1, 1).expand(codes.shape[0], norm.weight.shape[0])
+        tables = transfer_tables(layers, codes, norm.weight, norm.variance_epsilon, no_head, head_messages=False)
+        if self.tables is None:
+            rows = torch.zeros(codes.shape[0], self.bias.shape[0], dtype=self.bias.dtype, device=self.bias.device)
+            self.tables = dataclasses.replace(tables, head_messages=rows)
+            return
+        for name in ("predecessors", "projection", "root"):
+            getattr(self.tables, name).copy_(getattr(tables, name))
+
+    def attach_head(self, messages: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Take what is read of the target's LM head.
+
+        Args:
+            messages (`torch.Tensor` of shape `[>= V, M]`): What every token's head row reads of a message.
+            weight (`torch.Tensor` of shape `[>= V, H]`, *optional*): Its rows, where they are whole and dense.
+        """
+        self.tables.head_messages.copy_(messages[: self.tables.head_messages.shape[0]])
+        self._rows_readable = weight is not None
+        if weight is not None:
+            self.tables = dataclasses.replace(self.tables, head_weight=weight)
+
+    def inject(self, hidden: torch.Tensor, anchor: torch.Tensor, layer: int) -> InjectedBlock:
+        """Inject into blocks `[B, N, H]` after a layer; `anchor` is `[B]`, int64."""
+        return adjacent_injection(hidden, anchor, layer, self.tables)
+
+    def scores(
+        self,
+        state: torch.Tensor,
+        projection: SlotProjection,
+        candidates: torch.Tensor,
+        anchor: torch.Tensor,
+        unary: torch.Tensor,
+    ) -> torch.Tensor:
+        """Score transitions.
+
+        Args:
+            state (`torch.Tensor` of shape `[B, S, H]`): Last-layer states before the last injection.
+            projection ([`SlotProjection`]): What that injection knew of its slots, each `[B, S, M]`.
+            candidates (`torch.Tensor` of shape `[B, S, K]`, int64): Token ids.
+            anchor (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
+            unary (`torch.Tensor` of shape `[B, S, K]`, float32): The backbone's logits of the candidates.
+
+        Returns:
+            `torch.Tensor` of shape `[B, S, K, K]`, float32.
+        """
+        if self._rows_readable:
+            return transition_scores(state, candidates, anchor, self.tables, projection)
+        return unary_scores(state, candidates, anchor, unary, self.tables, projection)

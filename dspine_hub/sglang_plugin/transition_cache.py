@@ -1,0 +1,120 @@
+"""The candidate selector the DFLASH worker asks for proposals: transition scores and the walk through them."""
+
+import torch
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from dspine_hub.kernels import SlotProjection, candidate_walk
+from dspine_hub.sglang_plugin.transfer_space import TransferSpace
+
+# columns sent through the head at once while its table is made
+CHUNK = 64
+
+
+def make_rows(normed: torch.Tensor, state: torch.Tensor, projection: SlotProjection) -> torch.Tensor:
+    """Put side by side what the selector needs of every row of a block.
+
+    Args:
+        normed, state (`torch.Tensor` of shape `[B * N, H]`): Final states, and states before the last injection.
+        projection ([`SlotProjection`]): Of the slots, each `[B, S, M]`; the anchor's row gets zeros.
+
+    Returns:
+        `torch.Tensor` of shape `[B * N, 2 H + 2 M]`.
+    """
+    slots = torch.nn.functional.pad(torch.cat(projection, dim=-1), (0, 0, 1, 0))
+    return torch.cat((normed, state, slots.flatten(0, 1)), dim=-1)
+
+
+def take_rows(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, SlotProjection]:
+    """Take states before the last injection and the projection out of rows `[B, S, 2 H + 2 M]`; `width` is `H`."""
+    size = rows.shape[-1] // 2 - width
+    state, receiver, update = rows[..., width:].split((width, size, size), dim=-1)
+    return state, SlotProjection(receiver, update)
+
+
+class TransitionCache:
+    """Scores and walks the candidates of a block; the worker calls its methods inside the draft's CUDA graph.
+
+    No module: weights belong to the draft model, the head to the target.
+
+    Args:
+        space ([`TransferSpace`]): Weights of the injection.
+        norm: The draft model's final RMSNorm.
+        top_k (`int`): Candidates a slot.
+    """
+
+    def __init__(self, space: TransferSpace, norm: nn.Module, top_k: int):
+        self.space, self.norm, self.top_k = space, norm, top_k
+        self._head: nn.Module | None = None
+
+    @torch.no_grad()
+    def attach(self, head: nn.Module) -> None:
+        """Take what is read of the target's LM head.
+
+        The worker hands the head over after loading and runs the graph's content once before it captures it.
+        """
+        if head is self._head:
+            return
+        whole = get_parallel().tp_size == 1
+        quantised = should_apply_lm_head_quant_method(head, getattr(head, "quant_method", None))
+        messages = self._head_messages(head, whole, quantised)
+        self.space.attach_head(messages, head.weight if whole and not quantised else None)
+        self._head = head
+
+    def _head_messages(self, head: nn.Module, whole: bool, quantised: bool) -> torch.Tensor:
+        """Send the columns of the last write through the head: `G` of shape `[V, M]`, whole on every rank."""
+        if getattr(head, "num_added_embeddings", 0):
+            raise ValueError("the target's LM head must have no added rows (LoRA vocabulary), got some.")
+        columns = (self.norm.weight * self.space.writes[-1].weight.T).contiguous()  # [M, H]
+        parts = []
+        for chunk in columns.split(CHUNK):
+            if quantised:
+                logits = head.quant_method.apply(head, chunk, None)
+            else:
+                logits = torch.matmul(chunk.to(head.weight.dtype), head.weight.T)
+            parts.append(logits.T.to(columns.dtype))
+        table = torch.cat(parts, dim=1).contiguous()
+        # ranks hold equal, ascending shards, so gathered rows stand at their token ids
+        return table if whole else tensor_model_parallel_all_gather(table, dim=0)
+
+    def build_lattice(
+        self,
+        *,
+        candidate_ids: torch.Tensor,
+        unary_logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        anchor_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Score all transitions of a block.
+
+        Args:
+            candidate_ids (`torch.Tensor` of shape `[B, S, K]`, int64): Candidates of every slot.
+            unary_logits (`torch.Tensor` of shape `[B, S, K]`, float32): Their backbone logits.
+            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + 2 M]`): As [`make_rows`] puts them together.
+            anchor_token_ids (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
+
+        Returns:
+            `torch.Tensor` of shape `[B, S, K, K]`, float32: predecessor before candidate.
+        """
+        state, projection = take_rows(hidden_states, self.norm.weight.shape[0])
+        # the worker passes a column of its blocks, kernels read anchors in one piece
+        return self.space.scores(state, projection, candidate_ids, anchor_token_ids.contiguous(), unary_logits)
+
+    def sample_path(
+        self,
+        *,
+        candidate_ids: torch.Tensor,
+        scores: torch.Tensor,
+        uniforms: torch.Tensor,
+        temperatures: torch.Tensor,
+        greedy_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Walk one path a row; greedy and sampled rows share a graph.
+
+        Returns:
+            `tuple` of tokens `[B, S]` and the rows of `K` probabilities they were drawn from, `[B, S, K]`.
+        """
+        temperatures = torch.where(greedy_mask, torch.zeros_like(temperatures), temperatures)
+        return candidate_walk(scores, candidate_ids, temperatures, uniforms)

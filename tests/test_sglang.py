@@ -1,0 +1,366 @@
+"""The plugin without an engine: scores from logits, tensors, arguments, the command, the doctor."""
+
+import importlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import build_drafter
+from test_kernels import FLOAT32, SIZES, injection_weights, weights
+
+from dspine_hub import sglang_plugin
+from dspine_hub.bundle import build_bundle
+from dspine_hub.cli import main
+from dspine_hub.configuration_dspine import DSpineConfig
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.kernels import adjacent_injection, transfer_tables, transition_scores_reference
+from dspine_hub.sglang_plugin import command, doctor, startup
+from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
+from dspine_hub.sglang_plugin.unary_scores import unary_scores
+
+ROOT = Path(__file__).resolve().parents[1]
+MINI = ROOT / "examples" / "mini"
+
+
+def rms_norm(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def block_of(size, seed=3):
+    """A block after the last layer: tables, states, candidates, anchor, the backbone's logits, and true scores."""
+    B, S, K, V, H, R, M = size
+    w, g = weights(R, H, M, V), torch.Generator().manual_seed(seed)
+    layers = [injection_weights(w)]
+    tables = transfer_tables(layers, w["codes"], w["norm_weight"], w["norm_eps"], w["head_weight"])
+    hidden, anchor = torch.randn(B, S + 1, H, generator=g), torch.randint(V, (B,), generator=g)
+    written, projection = adjacent_injection(hidden, anchor, 0, tables)
+    logits = rms_norm(written[:, 1:], w["norm_weight"], w["norm_eps"]) @ w["head_weight"].T
+    unary, candidates = logits.topk(K, dim=-1)
+    head = (w["norm_weight"], w["norm_eps"], w["head_weight"])
+    expected = transition_scores_reference(hidden[:, 1:], candidates, anchor, w["codes"], layers[0], *head)
+    return tables, projection, hidden[:, 1:], candidates, anchor, unary, expected
+
+
+@pytest.mark.parametrize(("B", "S", "K", "V", "H", "R", "M"), SIZES)
+def test_scores_from_logits_equal_scores_from_head_rows(B, S, K, V, H, R, M):
+    """Catches an algebra slip, which only ranks of a split head or quantised targets would see."""
+    tables, projection, state, candidates, anchor, unary, expected = block_of((B, S, K, V, H, R, M))
+    found = unary_scores(state, candidates, anchor, unary, tables, projection)
+    torch.testing.assert_close(found, expected, rtol=FLOAT32, atol=FLOAT32 * float(expected.abs().max()))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Stand in for the few names of SGLang that the modules under test import."""
+
+    def module(name, **names):
+        stand_in = ModuleType(name)
+        vars(stand_in).update(names)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+
+    for name in ("sglang", "sglang.srt", "sglang.srt.distributed", "sglang.srt.layers"):
+        module(name)
+    module("sglang.srt.distributed.communication_op", tensor_model_parallel_all_gather=None)
+    module("sglang.srt.layers.logits_processor", should_apply_lm_head_quant_method=lambda head, method: bool(method))
+    module("sglang.srt.runtime_context", get_parallel=lambda: SimpleNamespace(tp_size=1))
+    module("sglang.srt.server_args", DRAFT_ATTENTION_BACKEND_CHOICES=["flashinfer", "fa3", "triton"])
+    return module
+
+
+class EightBitHead(torch.nn.Module):
+    """A head of integers: its rows are no matrix anybody may read, only `quant_method` can apply them."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.scale = rows.abs().amax(dim=1) / 127
+        self.weight = torch.nn.Parameter((rows / self.scale[:, None]).round().to(torch.int8), requires_grad=False)
+        self.quant_method = self
+
+    def apply(self, head, hidden, bias):
+        return hidden @ (self.weight.float() * self.scale[:, None]).T
+
+
+def test_a_quantised_head_is_scored_through_its_own_method(stand_ins, monkeypatch):
+    """Catches integers multiplied as if they were activations, or a refusal (sglang#35534)."""
+    monkeypatch.delitem(sys.modules, "dspine_hub.sglang_plugin.transition_cache", raising=False)
+    cache = importlib.import_module("dspine_hub.sglang_plugin.transition_cache")
+    space = importlib.import_module("dspine_hub.sglang_plugin.transfer_space")
+    R, H, M, V = 16, 32, 8, 97
+    w = weights(R, H, M, V)
+    config = SimpleNamespace(hidden_size=H, transfer_rank=R, message_size=M, num_hidden_layers=1)
+    injection = space.TransferSpace(config)
+    sources = {"readouts.0.weight": w["readout"], "writes.0.weight": w["write"], "bias": w["bias"]}
+    sources |= {f"{name}.weight": w[name] for name in ("message", "receiver_gate", "predecessor_gate")}
+    injection.load_state_dict(sources)
+    injection.requires_grad_(False)
+    norm = SimpleNamespace(weight=w["norm_weight"], variance_epsilon=w["norm_eps"])
+    injection.prepare(w["codes"], norm)
+    head = EightBitHead(w["head_weight"])
+    selector = cache.TransitionCache(injection, norm, 8)
+    selector.attach(head)
+    hidden, anchor = torch.randn(2, 5, H, generator=torch.Generator().manual_seed(5)), torch.tensor([3, 96])
+    written, projection = injection.inject(hidden, anchor, 0)
+    normed = rms_norm(written, w["norm_weight"], w["norm_eps"])
+    unary, candidates = head.apply(head, normed[:, 1:], None).topk(8, dim=-1)
+    rows = cache.make_rows(normed.flatten(0, 1), hidden.flatten(0, 1), projection).view(2, 5, -1)[:, 1:]
+    found = selector.build_lattice(
+        candidate_ids=candidates, unary_logits=unary, hidden_states=rows, anchor_token_ids=anchor
+    )
+    exact = head.weight.float() * head.scale[:, None]
+    expected = transition_scores_reference(
+        hidden[:, 1:], candidates, anchor, w["codes"], injection.tables.layers[0], norm.weight, w["norm_eps"], exact
+    )
+    torch.testing.assert_close(found, expected, rtol=FLOAT32, atol=FLOAT32 * float(expected.abs().max()))
+
+
+# tensors
+
+
+@pytest.mark.parametrize("changes", [{}, {"transfer_storage": "basis"}, {"attention_bias": True}], ids=str)
+def test_expected_tensors_are_the_models_own(target, changes):
+    """Catches a list that drifts from the model: a load would then refuse every checkpoint."""
+    drafter = build_drafter(target, **changes)
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    assert expected_tensors(drafter.config) == expected
+
+
+def test_a_load_accounts_for_every_tensor():
+    """Catches a tensor that is dropped, missing, doubled or of another shape without a word."""
+    account = TensorAccount({"norm.weight": (4,), "injection.bias": (2,)})
+    assert account.take("model.norm.weight", torch.zeros(4)) == "norm.weight"
+    with pytest.raises(ValueError, match="`norm.weight` must be stored once"):
+        account.take("norm.weight", torch.zeros(4))
+    with pytest.raises(ValueError, match=r"`codebook` \[3\] is no tensor of a drafter"):
+        account.take("codebook", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"`injection.bias` must have shape \[2\], got \[3\]"):
+        account.take("injection.bias", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"must hold `injection.bias` \[2\], got none"):
+        account.close()
+    account.take("injection.bias", torch.zeros(2))
+    account.close()
+
+
+# versions and registration
+
+VERSIONS = {"0.5.18": False, "0.5.19": True, "0.5.21.post1": True, "0.5.23+cu130": True, "0.5.24": False}
+VERSIONS |= {"0.6.0": False, "0.5.22rc1": False, "0.0.0.dev0": False, "unknown": False}
+
+
+@pytest.mark.parametrize(("version", "supported"), VERSIONS.items())
+def test_versions(version, supported):
+    assert sglang_plugin.is_supported(version) is supported
+
+
+def test_another_release_gets_one_line_and_no_registration(stand_ins, caplog):
+    """Catches a plugin that fails in silence: SGLang goes on without it."""
+    stand_ins("sglang.version", __version__="0.5.18")
+    with caplog.at_level(logging.ERROR):
+        sglang_plugin.register()
+    (record,) = caplog.records
+    assert "supports sglang 0.5.19 to 0.5.23, got 0.5.18" in record.getMessage()
+    assert "dspine_hub.sglang_plugin.registration" not in sys.modules
+
+
+def test_the_entry_point_resolves():
+    (entry,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name=doctor.ENTRY_POINT)
+    assert entry.load() is sglang_plugin.register
+
+
+def test_importing_the_plugin_loads_neither_torch_nor_sglang():
+    """Catches work that every process of SGLang would pay for."""
+    code = (
+        "import dspine_hub.sglang_plugin, sys; print(sorted({'torch', 'transformers', 'sglang'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# configs and arguments
+
+
+def trainer_config(**changes):
+    """The mini drafter's config as the public trainer writes one."""
+    raw = json.loads((MINI / "drafter" / "config.json").read_text())
+    method = {"transfer_rank": raw.pop("transfer_rank"), "message_size": raw.pop("message_size"), "ce_weight": 0.1}
+    method["top_k"] = raw.pop("num_candidates")
+    block = {name: raw.pop(name) for name in ("target_layer_ids", "mask_token_id")}
+    for name in ("target", "transfer_storage"):
+        raw.pop(name)
+    raw |= {"model_type": "qwen3", "architectures": ["DSpineDraftModel"]}
+    return {**raw, "dflash_config": block, "dspine_config": method, **changes}
+
+
+def test_a_trainers_config_is_read():
+    """Catches sizes or taps lost between two formats."""
+    ours = startup.drafter_config(json.loads((MINI / "drafter" / "config.json").read_text()))
+    theirs = startup.drafter_config(trainer_config())
+    names = set(DSpineConfig.__dataclass_fields__) - {"target", "architectures", "transformers_version", "dtype"}
+    assert {name: getattr(theirs, name) for name in names} == {name: getattr(ours, name) for name in names}
+
+
+CONFIGS = {
+    "sliding": ({"layer_types": ["sliding_attention"] * 3}, "sliding windows are not supported"),
+    "bidirectional": ({"is_causal": False}, "`is_causal` must be true"),
+    "no-method": ({"dspine_config": None}, "this is no DSpine drafter"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_attention_that_is_not_dspines_is_refused(changes, message):
+    """Catches a window or a bidirectional block served as full and causal, in silence (sglang#32595)."""
+    with pytest.raises(DSpineHubError, match=message):
+        startup.drafter_config(trainer_config(**changes))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return str(build_bundle(MINI / "drafter", tmp_path_factory.mktemp("bundle") / "mini"))
+
+
+def server_arguments(bundle, **changes):
+    arguments = {"model_path": str(MINI / "target"), "revision": None, "speculative_draft_model_path": bundle}
+    arguments |= {"speculative_draft_model_revision": None, "device": "cuda", "pp_size": 1}
+    arguments |= {"enable_dp_attention": False, "speculative_num_draft_tokens": None, "max_running_requests": None}
+    arguments |= {"speculative_draft_window_size": None, "speculative_draft_attention_backend": None}
+    return SimpleNamespace(**{**arguments, "attention_backend": "fa3", **changes})
+
+
+def test_arguments_are_filled_in(stand_ins, bundle):
+    """Catches a block, a count of requests or a backend left to defaults of other algorithms."""
+    arguments = server_arguments(bundle)
+    startup.check_pair_of(arguments)
+    startup.resolve_arguments(arguments)
+    assert (arguments.speculative_num_steps, arguments.speculative_eagle_topk) == (1, 1)
+    assert (arguments.speculative_num_draft_tokens, arguments.max_running_requests) == (8, 48)
+    assert arguments.speculative_draft_attention_backend == "fa3"
+    arguments = server_arguments(bundle, attention_backend="torch_native", speculative_num_draft_tokens=4)
+    startup.resolve_arguments(arguments)
+    assert arguments.speculative_draft_attention_backend == "flashinfer"
+    assert arguments.speculative_num_draft_tokens == 4
+
+
+ARGUMENTS = {
+    "device": ({"device": "cpu"}, "`--device` must be one of"),
+    "pipeline": ({"pp_size": 2}, "`--pp-size` must be 1 for DSPINE, got 2"),
+    "dp-attention": ({"enable_dp_attention": True}, "`--enable-dp-attention` must be False"),
+    "window": ({"speculative_draft_window_size": 4}, "must be at least the block's 8 rows, got 4"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_cannot_work_are_refused(stand_ins, bundle, changes, message):
+    with pytest.raises(DSpineHubError, match=message):
+        startup.resolve_arguments(server_arguments(bundle, **changes))
+
+
+def test_no_drafter_is_refused(bundle):
+    with pytest.raises(DSpineHubError, match="must name the drafter for DSPINE, got nothing"):
+        startup.check_pair_of(server_arguments(None))
+
+
+# the command line
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(command, "installed_sglang", lambda: "0.5.21")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_serve_prints_the_whole_command(installed, bundle):
+    """Catches a command that is not what runs, or one that forgets what users forget."""
+    result = invoke("serve", "--target", MINI / "target", "--drafter", bundle, "--print", "--port", 3000, "--tp=2")
+    assert result.exit_code == 0, result.output
+    launch = f"{sys.executable} -m sglang.launch_server --model-path {MINI / 'target'} "
+    own = f"--speculative-algorithm DSPINE --speculative-draft-model-path {bundle} "
+    filled = "--speculative-draft-model-quantization unquant --speculative-num-draft-tokens 8 "
+    assert result.stdout == launch + own + filled + "--port 3000 --tp=2\n"
+
+
+def test_serve_leaves_flags_of_the_user_alone(installed, bundle):
+    flags = ["--speculative-num-draft-tokens=4", "--speculative-draft-model-quantization", "fp8"]
+    line = command.launch_command(str(MINI / "target"), bundle, [*flags, "--context-length", "20000"])
+    assert line[-5:] == [*flags, "--context-length", "20000"]
+    assert [part for part in line if part.startswith("--speculative-num-draft-tokens")] == flags[:1]
+    # beyond the drafter's own positions it sees its newest rows only
+    assert line[line.index("--speculative-draft-window-size") + 1] == "8192"
+
+
+def _other_tokenizer(bundle, tmp_path):
+    folder = Path(shutil.copytree(bundle, tmp_path / "drafter"))
+    config = json.loads((folder / "config.json").read_text())
+    config["target"]["tokenizer_sha256"] = "0" * 64
+    (folder / "config.json").write_text(json.dumps(config))
+    return [folder]
+
+
+SERVE_ERRORS = {
+    "wrong-pair": (_other_tokenizer, "`tokenizer` must map ids to the same strings as in training"),
+    "own-flag": (lambda bundle, tmp_path: [bundle, "--model-path=x"], "`--model-path` must not be given here"),
+    "no-folder": (lambda bundle, tmp_path: [tmp_path / "none"], "no such folder"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), SERVE_ERRORS.values(), ids=SERVE_ERRORS)
+def test_serve_refuses_in_one_readable_error(installed, bundle, tmp_path, arguments, message):
+    result = invoke("serve", "--target", MINI / "target", "--print", "--drafter", *arguments(bundle, tmp_path))
+    assert result.exit_code == 1 and result.stderr.startswith("Error: ") and message in result.stderr
+
+
+@pytest.mark.parametrize(("version", "message"), [(None, "got none"), ("0.5.24", "0.5.19 to 0.5.23, got 0.5.24")])
+def test_serve_needs_a_tested_release(monkeypatch, bundle, version, message):
+    monkeypatch.setattr(command, "installed_sglang", lambda: version)
+    result = invoke("serve", "--target", MINI / "target", "--drafter", bundle, "--print")
+    assert result.exit_code == 1 and message in result.stderr and "dspine-hub[sglang]" in result.stderr
+
+
+def test_doctor_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_sglang", lambda: None)
+    result = invoke("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and found["ok"] is False
+    assert found["plugin"]["entry_point"] == "dspine_hub.sglang_plugin:register"
+    assert "sglang" in [finding["rule"] for finding in found["findings"]]
+    assert "pip install" in invoke("doctor").stdout
+
+
+REGISTERED = {"algorithm": True, "config": True, "architectures": ["a", "b"]}
+PROBES = {
+    "fine": (REGISTERED, {}, set()),
+    "not-registered": ({"algorithm": False, "config": False, "architectures": []}, {}, {"registration"}),
+    "whitelist": (
+        {"algorithm": True, "config": True, "architectures": ["a", "b"]},
+        {"SGLANG_PLUGINS": "other"},
+        {"whitelist"},
+    ),
+    "import": (None, {}, {"import"}),
+}
+
+
+@pytest.mark.parametrize(("probe", "variables", "rules"), PROBES.values(), ids=PROBES)
+def test_doctor_asks_sglang_itself(monkeypatch, probe, variables, rules):
+    """Catches a doctor that calls an installed plugin a working one."""
+    monkeypatch.setattr(doctor, "installed_sglang", lambda: "0.5.21")
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.5.21" if name == "sglang" else "1")
+    pins = ["torch==2.13.0", 'av==1; sys_platform == "x"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: pins)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    output = "" if probe is None else json.dumps(probe)
+    result = subprocess.CompletedProcess([], 0, output, "ImportError: libcuda.so.1")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: result)
+    found = doctor.examine()
+    errors = {finding["rule"] for finding in found["findings"] if finding["severity"] == "error"}
+    assert errors == rules
+    assert [f["message"] for f in found["findings"] if f["rule"] == "pin"] == [
+        "`torch` must be 2.13.0 for sglang 0.5.21, got 1."
+    ]
