@@ -93,7 +93,7 @@ def ops_paragraph(result: dict) -> str:
         f"the measured copy bandwidth ({result['ceilings']['bytes_per_s'] / 1e12:.2f} TB/s) and the operations at the "
         f"measured matrix rate ({result['ceilings']['flops_per_s'] / 1e12:.0f} TFLOP/s); a cycle is backbone, LM "
         "head, top-16 and an 8B-shaped target's verification, without context. Error: against float64, largest of "
-        f"states and scores. At batch {last['batch']} the transition alone takes 1/{gain:.0f} of its hidden-space form. "
+        f"states and scores. At batch {last['batch']} the transition takes 1/{gain:.0f} of its hidden-space form. "
         f"Chosen tokens equal those of float64 scores in {equal / blocks:.1%} of {blocks} random blocks; the widest "
         f"tie broken the other way spans {max(row['widest_tie'] for row in result['rows']):.1e} of the scores' root "
         f"mean square. {origin(result)}."
