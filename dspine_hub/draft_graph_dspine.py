@@ -5,6 +5,8 @@ past the count are written behind the buffers' end, where the mask shows them to
 but the last `N` are appended in front of the first replay, by the same projections.
 """
 
+import dataclasses
+
 import torch
 
 from .cache_dspine import DSpineContextCache
@@ -113,10 +115,14 @@ class _Capture:
         self.uniforms.copy_(uniforms)
         self.extent.copy_(torch.tensor([past, count]), non_blocking=True)
         if self.graph is None:
-            return self.run()
-        self.graph.replay()
+            self.draft = self.run()
+        else:
+            self.graph.replay()
         # the next replay overwrites the graph's outputs
-        return type(self.draft)(**{name: value.clone() for name, value in self.draft.items()})
+        return dataclasses.replace(
+            self.draft,
+            **{field.name: getattr(self.draft, field.name).clone() for field in dataclasses.fields(self.draft)},
+        )
 
 
 class CompiledDraft:

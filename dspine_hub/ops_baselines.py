@@ -103,7 +103,7 @@ def _cycle_models(shape: Shape, device: str, target_layers: int):
     return config, layers[: shape.L], layers[shape.L :], head
 
 
-def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 36):
+def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 36, compiled: bool = False):
     """Return a call that runs a draft-verify cycle without DSpine's own work.
 
     A 5-layer backbone over `B * N` rows, the LM head and its top-K over `B * S` rows, and a 36-layer target with its
@@ -113,6 +113,7 @@ def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 3
         shape ([`Shape`]): Sizes.
         batch (`int`): Requests.
         device (`str`), target_layers (`int`): Where, and how many layers verify.
+        compiled (`bool`): Let `torch.compile` fuse the layers, as an engine's kernels do.
 
     Returns:
         `Callable`: Runs the cycle; returns the candidates' ids and the target's own tokens.
@@ -126,15 +127,21 @@ def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 3
     mask = torch.ones(shape.N, shape.N, dtype=torch.bool, device=device).tril()[None, None]
     nothing = hidden[:, :0]
 
+    def through(layer, x):
+        return layer(x, nothing, rotary, mask)
+
+    if compiled:
+        through = torch.compile(through, dynamic=False)
+
     @torch.no_grad()
     def run():
         x = hidden
         for layer in backbone:
-            x = layer(x, nothing, rotary, mask)
+            x = through(layer, x)
         candidates = F.linear(x[:, 1:], head).topk(shape.K, dim=-1).indices
         x = hidden
         for layer in target:
-            x = layer(x, nothing, rotary, mask)
+            x = through(layer, x)
         return candidates, F.linear(x, head).argmax(dim=-1)
 
     return run
