@@ -67,7 +67,7 @@ def test_a_bundle_from_a_folder_runs_the_kernels(pairs, prompts, monkeypatch):
 
     monkeypatch.setattr(triton.JITFunction, "run", recorded)
     decode(pair, prompts[0])
-    assert launched == {("transformers_modules", name) for name in KERNELS}
+    assert launched >= {("transformers_modules", name) for name in KERNELS}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
