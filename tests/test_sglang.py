@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import build_drafter
+from sglang_engines import ENGINES
 from test_kernels import FLOAT32, SIZES, injection_weights, weights
 
 from dspine_hub import sglang_plugin
@@ -156,6 +157,16 @@ VERSIONS |= {"0.6.0": False, "0.5.22rc1": False, "0.0.0.dev0": False, "unknown":
 @pytest.mark.parametrize(("version", "supported"), VERSIONS.items())
 def test_versions(version, supported):
     assert sglang_plugin.is_supported(version) is supported
+
+
+def test_every_statement_of_the_supported_range_agrees():
+    """Catches a range that is widened in one place only."""
+    (extra,) = [line for line in importlib.metadata.requires("dspine-hub") if line.startswith("sglang")]
+    oldest, newest = sglang_plugin.SUPPORTED.split(" to ")
+    assert (oldest, newest) == (min(ENGINES), max(ENGINES))
+    after = f"0.5.{int(newest.split('.')[-1]) + 1}"
+    assert f">={oldest}" in extra and f"<{after}" in extra
+    assert f"{oldest} to {newest}" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_another_release_gets_one_line_and_no_registration(stand_ins, caplog):
