@@ -42,6 +42,7 @@ format: $(READY)
 test: lint $(OVERLAYS) $(ENGINES)
 	DSPINE_OVERLAYS=$(VENV)/overlays DSPINE_ENGINES=$(abspath $(VENV)/engines) DSPINE_OLAH=$(abspath $(OLAH)) \
 		$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/test_triton_kernels.py
 
 clean:
 	rm -rf $(VENV)

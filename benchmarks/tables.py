@@ -1,5 +1,6 @@
 """The README's results, rendered from `benchmarks/results/`: `python benchmarks/tables.py` rewrites them in place."""
 
+import hashlib
 import json
 import textwrap
 from pathlib import Path
@@ -60,6 +61,78 @@ def transfer_paragraph(result: dict) -> str:
     )
 
 
+def ops_table(result: dict) -> str:
+    """Render what DSpine's own work in a round costs on a GPU."""
+    names = {
+        "batch": ("batch", "{:d}"),
+        "ours_us": ("DSpine, µs", "{:.0f}"),
+        "over_floor": ("over its floor", "{:.1f}x"),
+        "share_of_cycle": ("of a cycle", "{:.1%}"),
+        "compile_us": ("torch.compile, µs", "{:.0f}"),
+        "eager_us": ("reference, µs", "{:.0f}"),
+        "dflash2_us": ("DFlash2's parts, µs", "{:.0f}"),
+        "max_rel_err": ("error", "{:.1e}"),
+    }
+    lines = ["| " + " | ".join(head for head, _ in names.values()) + " |", "|" + "---|" * len(names)]
+    for row in result["rows"]:
+        cells = ["-" if row.get(name) is None else shape.format(row[name]) for name, (_, shape) in names.items()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ops_paragraph(result: dict) -> str:
+    """Say what the table of operations was measured on, and what the transition alone gains."""
+    shape, last = result["protocol"]["shape"], result["rows"][-1]
+    gain = last["transition_hidden_space_us"] / last["transition_us"]
+    blocks = sum(row["blocks"] for row in result["rows"])
+    equal = sum(row["blocks"] * row["paths_equal"] for row in result["rows"])
+    return (
+        f"DSpine's own work in a round on a GPU: {shape['L']} injections, transition scores and walk of a Qwen3-8B "
+        f"drafter's shapes (H {shape['H']}, R {shape['R']}, M {shape['M']}, block {shape['N']}, {shape['K']} "
+        "candidates, random weights, bfloat16), one CUDA graph, weights cold. The floor is the larger of the bytes at "
+        f"the measured copy bandwidth ({result['ceilings']['bytes_per_s'] / 1e12:.2f} TB/s) and the operations at the "
+        f"measured matrix rate ({result['ceilings']['flops_per_s'] / 1e12:.0f} TFLOP/s); a cycle is backbone, LM "
+        "head, top-16 and an 8B-shaped target's verification, without context. Error: against float64, largest of "
+        f"states and scores. At batch {last['batch']} the transition takes 1/{gain:.0f} of its hidden-space form. "
+        f"Chosen tokens equal those of float64 scores in {equal / blocks:.1%} of {blocks} random blocks; the widest "
+        f"tie broken the other way spans {max(row['widest_tie'] for row in result['rows']):.1e} of the scores' root "
+        f"mean square. {origin(result)}."
+    )
+
+
+def ops_plot(result: dict, path: Path) -> None:
+    """Draw the table of operations, marked with the result it was drawn from."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "ops"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    batches = [row["batch"] for row in result["rows"]]
+    lines = {
+        "reference, eager": "eager_us",
+        "reference, torch.compile": "compile_us",
+        "DFlash2: convolutions and selector": "dflash2_us",
+        "DSpine's kernels": "ours_us",
+        "DSpine's floor": "floor_us",
+    }
+    for label, name in lines.items():
+        values = [row.get(name) for row in result["rows"]]
+        if all(value is not None for value in values):
+            axes.plot(batches, values, marker="o", label=label, linestyle="--" if name == "floor_us" else "-")
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="µs a round", xticks=batches, xticklabels=batches)
+    axes.set_title(f"What is added to a backbone's round, {result['machine']['device']}", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, format="svg", metadata={"Date": None, "Description": plot_mark(result)})
+    pyplot.close(figure)
+
+
+def plot_mark(result: dict) -> str:
+    """Return the mark of a result inside its plot: figures of another result are stale."""
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+
+
 def render() -> str:
     """Render everything between the markers."""
     acceptance = load("mini-acceptance.json")
@@ -73,6 +146,9 @@ def render() -> str:
         textwrap.fill(protocol, 118),
         acceptance_table(acceptance),
         textwrap.fill(speed_paragraph(load("mini-cpu.json")), 118),
+        textwrap.fill(ops_paragraph(load("ops-h200.json")), 118),
+        ops_table(load("ops-h200.json")),
+        "![microseconds a round by batch size](benchmarks/results/ops-h200.svg)",
         textwrap.fill(transfer_paragraph(load("push.json")), 118),
     ]
     return "\n\n".join(["", *parts, ""])
@@ -90,9 +166,15 @@ def main(check):
     """Bring the README's results in step with benchmarks/results."""
     path = ROOT / "README.md"
     text = main_text(path.read_text())
-    if check and text != path.read_text():
-        raise click.ClickException("README.md is stale: run `python benchmarks/tables.py`.")
+    ops, plot = load("ops-h200.json"), RESULTS / "ops-h200.svg"
+    if check:
+        if text != path.read_text():
+            raise click.ClickException("README.md is stale: run `python benchmarks/tables.py`.")
+        if not plot.exists() or plot_mark(ops) not in plot.read_text():
+            raise click.ClickException(f"{plot.name} is stale: run `python benchmarks/tables.py`.")
+        return
     path.write_text(text)
+    ops_plot(ops, plot)
 
 
 if __name__ == "__main__":

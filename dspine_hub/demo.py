@@ -19,13 +19,14 @@ class Pair:
     Args:
         target (`str` or `Path`): Folder of the target.
         drafter (`str` or `Path`): A bundle, or a checkpoint, which is bundled first.
+        dtype, device (`str`, *optional*): See [`load_target`].
 
     Raises:
         DSpineHubError: When either is broken or they do not belong together.
     """
 
-    def __init__(self, target: str | Path, drafter: str | Path):
-        self.target, self.tokenizer = load_target(target)
+    def __init__(self, target: str | Path, drafter: str | Path, dtype: str | None = None, device: str | None = None):
+        self.target, self.tokenizer = load_target(target, dtype, device)
         with tempfile.TemporaryDirectory() as scratch:
             folder = drafter if is_bundle(drafter) else build_bundle(drafter, Path(scratch) / "bundle")
             self.drafter = load_bundle(folder, self.target, self.tokenizer)

@@ -78,18 +78,29 @@ def _check_report(folder: Path, report: dict) -> None:
             )
 
 
-def load_target(path: str | Path):
-    """Load a target and its tokenizer in float32 on the CPU or bfloat16 on a GPU; `DSpineHubError` when broken."""
+def load_target(path: str | Path, dtype: str | None = None, device: str | None = None):
+    """Load a target and its tokenizer.
+
+    Args:
+        path (`str` or `Path`): Folder or repository.
+        dtype (`str`, *optional*): As torch names it; by default `float32` on a CPU and `bfloat16` on a GPU.
+        device (`str`, *optional*): By default the GPU where there is one.
+
+    Raises:
+        DSpineHubError: When it is broken.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = Source(path)
     folder = check_folder(source.folder, "--target") if source.folder is not None else source.name
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        target, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        target, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), output_loading_info=True
+        )
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
     if report["missing_keys"] or report["mismatched_keys"]:

@@ -72,14 +72,14 @@ def dflash2_us(shape: Shape, batch: int, inputs: list[Round]) -> float | None:
 
 
 @functools.cache
-def _cycle_models(shape: Shape):
-    """Random weights of a backbone and of an 8B-shaped target, both of Qwen3 blocks."""
+def _cycle_models(shape: Shape, device: str, target_layers: int):
+    """Random weights of a backbone and of a target, both of Qwen3 blocks of the 8B's proportions."""
     from dspine_hub.configuration_dspine import DSpineConfig
     from dspine_hub.modeling_dspine import DSpineDecoderLayer
 
     config = DSpineConfig(
         hidden_size=shape.H,
-        intermediate_size=12288,
+        intermediate_size=3 * shape.H,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
@@ -88,20 +88,23 @@ def _cycle_models(shape: Shape):
         block_size=shape.N,
         target_layer_ids=[1, 9, 17, 25, 33],
         num_target_layers=36,
-        mask_token_id=151669,
+        mask_token_id=shape.V - 1,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        num_candidates=shape.K,
         transfer_rank=shape.R,
         message_size=shape.M,
     )
-    with torch.device("cuda"):
-        layers = [DSpineDecoderLayer(config, 0).to(torch.bfloat16) for _ in range(shape.L + 36)]
+    with torch.device(device):
+        layers = [DSpineDecoderLayer(config, 0).to(torch.bfloat16) for _ in range(shape.L + target_layers)]
         head = (torch.randn(shape.V, shape.H) * 0.02).to(torch.bfloat16)
     for layer in layers:
         layer.requires_grad_(False)
     return config, layers[: shape.L], layers[shape.L :], head
 
 
-def cycle_us(shape: Shape, batch: int) -> float:
-    """Time a draft-verify cycle without DSpine's own work.
+def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 36):
+    """Return a call that runs a draft-verify cycle without DSpine's own work.
 
     A 5-layer backbone over `B * N` rows, the LM head and its top-K over `B * S` rows, and a 36-layer target with its
     LM head over `B * N` rows; no context, which only lengthens a cycle.
@@ -109,28 +112,29 @@ def cycle_us(shape: Shape, batch: int) -> float:
     Args:
         shape ([`Shape`]): Sizes.
         batch (`int`): Requests.
+        device (`str`), target_layers (`int`): Where, and how many layers verify.
 
     Returns:
-        `float`: Microseconds.
+        `Callable`: Runs the cycle; returns the candidates' ids and the target's own tokens.
     """
     from dspine_hub.modeling_dspine import rotary_tables
 
-    config, backbone, target, head = _cycle_models(shape)
-    hidden = torch.randn(batch, shape.N, shape.H, device="cuda", dtype=torch.bfloat16)
-    positions = torch.arange(shape.N, device="cuda")[None]
+    config, backbone, target, head = _cycle_models(shape, device, target_layers)
+    hidden = torch.randn(batch, shape.N, shape.H, device=device, dtype=torch.bfloat16)
+    positions = torch.arange(shape.N, device=device)[None]
     rotary = rotary_tables(positions, config.head_dim, 1e6, torch.bfloat16)
-    mask = torch.ones(shape.N, shape.N, dtype=torch.bool, device="cuda").tril()[None, None]
+    mask = torch.ones(shape.N, shape.N, dtype=torch.bool, device=device).tril()[None, None]
     nothing = hidden[:, :0]
 
+    @torch.no_grad()
     def run():
         x = hidden
         for layer in backbone:
             x = layer(x, nothing, rotary, mask)
-        F.linear(x[:, 1:], head).topk(shape.K, dim=-1)
+        candidates = F.linear(x[:, 1:], head).topk(shape.K, dim=-1).indices
         x = hidden
         for layer in target:
             x = layer(x, nothing, rotary, mask)
-        F.linear(x, head).argmax(dim=-1)
+        return candidates, F.linear(x, head).argmax(dim=-1)
 
-    with torch.no_grad():
-        return graph_us([run], repeats=10)["median"]
+    return run

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.ops_baselines import cycle
 from dspine_hub.ops_bench import Shape, bench_ops, check_round, random_drafter, random_round, round_cost
 
 SMALL = Shape(H=64, R=32, M=16, L=2, N=5, K=8, V=200)
@@ -18,7 +19,8 @@ def test_a_round_is_checked_against_float64(drafter):
     """Catches a check that compares the kernels with themselves."""
     found = check_round(drafter, random_round(SMALL, 3, torch.float32, "cpu", seed=1))
     assert 0 < found["max_rel_err"] <= 1e-5
-    assert found["paths_equal"] == 1
+    assert found["paths_equal"] == found["blocks"] == 3
+    assert found["widest_tie"] == 0
 
 
 @pytest.mark.parametrize("what", ["predecessors", "root", "head_messages", "layers"])
@@ -41,6 +43,13 @@ def test_the_floor_counts_every_weight_once():
     assert one["bytes"] == 2 * (weights + request) + 8 * 15 * 256
     assert two["bytes"] - one["bytes"] == 2 * request + 8 * 15 * 256
     assert two["flops"] == 2 * one["flops"]
+
+
+def test_a_cycle_drafts_and_verifies():
+    """Catches a cycle that cannot be built, or that leaves out the candidates or the verification it is named for."""
+    candidates, own = cycle(SMALL, 2, device="cpu", target_layers=3)()
+    assert candidates.shape == (2, 4, 8)
+    assert own.shape == (2, 5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

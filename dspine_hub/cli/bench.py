@@ -9,7 +9,13 @@ from dspine_hub.cli._errors import readable_errors
 
 @click.group()
 def bench():
-    """Measure this package on this machine."""
+    """Measure this package on this machine.
+
+    Example:
+
+    \b
+        dspine-hub bench ops
+    """
 
 
 @bench.command()

@@ -32,8 +32,11 @@ JSON_FIELDS = (
     "--target", default=MINI / "target", type=click.Path(), help="Target folder; the mini target by default."
 )
 @click.option("--drafter", default=MINI / "drafter", type=click.Path(), help="Drafter checkpoint or bundle.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="By default float32 on a CPU, bfloat16 on a GPU."
+)
 @readable_errors
-def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, drafter):
+def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, drafter, dtype):
     """Watch a target decode with its drafter, and compare speed and text with plain decoding.
 
     Example:
@@ -61,7 +64,7 @@ def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, draf
     from dspine_hub.demo import Pair, compare
 
     logging.disable_progress_bar()
-    pair = Pair(target, drafter)
+    pair = Pair(target, drafter, dtype)
     if not as_json:
         for text in prompts:
             _stream(pair, text, max_new_tokens, temperature)

@@ -141,7 +141,7 @@ def _readout_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), BK)
+    steps: tl.constexpr = (H + SPLIT * BK - 1) // (SPLIT * BK)
     even: tl.constexpr = H % (SPLIT * BK) == 0
     split = tl.program_id(2)
     r = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -229,7 +229,7 @@ def _gate_kernel(
     bias_ptr,  # [M]
     z_ptr,  # [rows, M]
     gate_ptr,  # [rows, M]
-    square_ptr,  # [SPLIT, rows], float32
+    square_ptr,  # [SQUARES * SPLIT, rows], float32
     partial_ptr,  # [tiles, SPLIT, 3 * BN + 2, BM], float32
     ticket_ptr,  # [tiles], int32
     rows,
@@ -244,28 +244,32 @@ def _gate_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
+    SQUARES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    columns: tl.constexpr = tl.cdiv(M, BN)
-    steps: tl.constexpr = tl.cdiv(tl.cdiv(R, SPLIT), BK)
+    columns: tl.constexpr = (M + BN - 1) // BN
+    steps: tl.constexpr = (R + SPLIT * BK - 1) // (SPLIT * BK)
+    even: tl.constexpr = R % (SPLIT * BK) == 0
     split = tl.program_id(2)
     r = tl.program_id(1) * BM + tl.arange(0, BM)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.program_id(0) == columns:
+    if tl.program_id(0) >= columns:
         # |h|^2, beside the gates: the write needs it
+        part = (tl.program_id(0) - columns) * SPLIT + split
+        parts: tl.constexpr = SQUARES * SPLIT
         WIDE: tl.constexpr = 8192 // BM
-        h_steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), WIDE)
+        h_steps: tl.constexpr = (H + parts * WIDE - 1) // (parts * WIDE)
         total = tl.zeros((BM, WIDE), tl.float32)
         for step in range(h_steps):
-            k = (split * h_steps + step) * WIDE + tl.arange(0, WIDE)
+            k = (part * h_steps + step) * WIDE + tl.arange(0, WIDE)
             at = r.to(tl.int64)[:, None] * H + k[None, :]
             h = tl.load(hidden_ptr + at, (r < rows)[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
             total += h * h
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        tl.store(square_ptr + split * rows + r, tl.sum(total, 1), r < rows)
+        tl.store(square_ptr + part * rows + r, tl.sum(total, 1), r < rows)
     else:
         m = tl.program_id(0) * BN + tl.arange(0, BN)
         k = split * steps * BK + tl.arange(0, BK)
@@ -277,7 +281,9 @@ def _gate_kernel(
         gate = tl.zeros((BM, BN), tl.float32)
         message = tl.zeros((BM, BN), tl.float32)
         f_square = tl.zeros((BM, BK), tl.float32)
-        p_square = tl.zeros((BM, BK), tl.float32)
+        # where tiles hold whole blocks, a predecessor is a row of the tile and its length is there already
+        whole: tl.constexpr = BM % N == 0
+        p_square = f_square if whole else tl.zeros((BM, BK), tl.float32)
         if steps == 1:
             # weights do not depend on the launch in front: they are on their way before it ends
             inside = (m < M)[None, :] & (k < R)[:, None]
@@ -292,15 +298,17 @@ def _gate_kernel(
             gate = tl.dot(p, w_gate, gate, input_precision=PRECISION)
             message = tl.dot(p, w_message, message, input_precision=PRECISION)
             f_square += f.to(tl.float32) * f.to(tl.float32)
-            p_square += p.to(tl.float32) * p.to(tl.float32)
+            if not whole:
+                p_square += p.to(tl.float32) * p.to(tl.float32)
         else:
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
             for step in range(steps):
-                left = R - step * BK
-                inside = (m < M)[None, :] & (k < left)[:, None]
-                f = tl.load(f_ptr + step * BK, is_receiver[:, None] & (k < left)[None, :], 0.0)
-                p = tl.load(f_ptr + step * BK - C, follows[:, None] & (k < left)[None, :], 0.0)
+                # no bound where the parts are even: nothing then depends on the step but the address
+                deep = k < (BK * SPLIT * steps if even else R - step * BK)
+                inside = (m < M)[None, :] & deep[:, None]
+                f = tl.load(f_ptr + step * BK, is_receiver[:, None] & deep[None, :], 0.0)
+                p = tl.load(f_ptr + step * BK - C, follows[:, None] & deep[None, :], 0.0)
                 w = tl.load(receiver_ptr + w_at + step * BK, inside, 0.0)
                 receiver = tl.dot(f, w, receiver, input_precision=PRECISION)
                 w = tl.load(predecessor_ptr + w_at + step * BK, inside, 0.0)
@@ -308,8 +316,14 @@ def _gate_kernel(
                 w = tl.load(message_ptr + w_at + step * BK, inside, 0.0)
                 message = tl.dot(p, w, message, input_precision=PRECISION)
                 f_square += f.to(tl.float32) * f.to(tl.float32)
-                p_square += p.to(tl.float32) * p.to(tl.float32)
-        f_sum, p_sum = tl.sum(f_square, 1), tl.sum(p_square, 1)
+                if not whole:
+                    p_square += p.to(tl.float32) * p.to(tl.float32)
+        f_sum = tl.sum(f_square, 1)
+        if whole:
+            row = tl.arange(0, BM)
+            p_sum = tl.sum(tl.where(row[None, :] == row[:, None] - 1, f_sum[None, :], 0.0), 1)
+        else:
+            p_sum = tl.sum(p_square, 1)
         if SPLIT == 1:
             _store_messages(
                 anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_sum, p_sum,
@@ -352,20 +366,20 @@ def _gate_kernel(
 def _write_kernel(
     hidden_ptr,  # [rows, H]
     z_ptr,  # [rows, M], zero in the anchors' rows
-    square_ptr,  # [SPLIT, rows], float32
+    square_ptr,  # [PARTS, rows], float32
     weight_ptr,  # [H, M]
     out_ptr,  # [rows, H]
     rows,
     H: tl.constexpr,
     M: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    steps: tl.constexpr = tl.cdiv(M, BK)
+    steps: tl.constexpr = (M + BK - 1) // BK
     r = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -391,7 +405,7 @@ def _write_kernel(
             acc = tl.dot(z, w, acc, input_precision=PRECISION)
         h = tl.load(hidden_ptr + at, inside, 0.0).to(tl.float32)
     square = tl.zeros((BM,), tl.float32)
-    for part in tl.static_range(SPLIT):
+    for part in tl.static_range(PARTS):
         square += tl.load(square_ptr + part * rows + r, r < rows, 0.0)
     h += tl.sqrt(square / H)[:, None] * acc
     tl.store(out_ptr + at, h.to(out_ptr.dtype.element_ty), inside)
@@ -401,18 +415,17 @@ def _write_kernel(
 READOUT_TILES = (
     (16, Tile(16, 32, 128, split=8, warps=2)),
     (64, Tile(64, 32, 128, split=4)),
-    (256, Tile(64, 64, 128, split=2, stages=3)),
 )
 GATE_TILES = (
-    (16, Tile(16, 16, 256, split=4)),
-    (64, Tile(16, 16, 256, split=4)),
+    (16, Tile(16, 16, 256, split=4, warps=2)),
+    (64, Tile(32, 16, 256, split=4)),
     (256, Tile(64, 32, 64)),
-    (1 << 30, Tile(64, 64, 64)),
+    (1 << 30, Tile(64, 64, 64, stages=3)),
 )
 WRITE_TILES = (
-    (16, Tile(16, 32, 512)),
-    (64, Tile(64, 32, 512)),
-    (256, Tile(64, 128, 64)),
+    (16, Tile(16, 32, 128)),
+    (64, Tile(64, 32, 128)),
+    (256, Tile(128, 64, 64, warps=8)),
     (1 << 30, Tile(128, 256, 64, warps=8, stages=3)),
 )
 
@@ -448,7 +461,7 @@ def _readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor) 
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden),
+        **overlap(hidden, rows),
     )
     return out
 
@@ -464,9 +477,11 @@ def _gate(
     split = _split(tile, tiles[0] * tiles[1], tables.tickets)
     z = hidden.new_empty(rows, size)
     gate = hidden.new_empty(rows, size) if layer == tables.last else z
-    square = hidden.new_empty(split, rows, dtype=torch.float32)
+    # about four steps for every program that sums squares
+    squares = max(1, tile.rows // (8 * split))
+    square = hidden.new_empty(squares * split, rows, dtype=torch.float32)
     parts = tiles[0] * tiles[1] * split * (3 * tile.columns + 2) * tile.rows
-    _gate_kernel[(tiles[0] + 1, tiles[1], split)](
+    _gate_kernel[(tiles[0] + squares, tiles[1], split)](
         hidden,
         products,
         anchor,
@@ -492,10 +507,11 @@ def _gate(
         BN=tile.columns,
         BK=tile.depth,
         SPLIT=split,
+        SQUARES=squares,
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden),
+        **overlap(hidden, rows),
     )
     return z, gate, square
 
@@ -514,14 +530,14 @@ def _write(hidden: torch.Tensor, z: torch.Tensor, square: torch.Tensor, weight: 
         rows,
         H=width,
         M=z.shape[1],
-        SPLIT=square.shape[0],
+        PARTS=square.shape[0],
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden),
+        **overlap(hidden, rows),
     )
     return out
 

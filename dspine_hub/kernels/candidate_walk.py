@@ -47,42 +47,63 @@ def _walk_kernel(
     uniforms_ptr,  # [B, S], float32
     tokens_ptr,  # [B, S], int64
     q_ptr,  # [B, S, K], float32
+    next_ptr,  # [B, SP * KP], int32
     S: tl.constexpr,
+    SP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     b = tl.program_id(0)
-    c, d = tl.arange(0, KP), tl.arange(0, KP)
-    inside = (c < K)[:, None] & (d < K)[None, :]
-    at = c[:, None] * K + d[None, :]
-    temperature = tl.load(temperature_ptr + b)
-    greedy = temperature == 0
-    scale = tl.where(greedy, 1.0, temperature)
+    row, d = tl.arange(0, SP * KP), tl.arange(0, KP)
+    slot, c = row // KP, row % KP
+    inside = ((slot < S) & (c < K))[:, None] & (d < K)[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    chosen = 0
-    for slot in tl.static_range(S):
-        place = b * S + slot
-        row = tl.load(scores_ptr + place * K * K + at, inside, -float("inf"))
-        best = tl.argmax(row, 1)
-        shifted = tl.where(inside, tl.exp((row - tl.max(row, 1)[:, None]) / scale), 0.0)
-        q = shifted / tl.sum(shifted, 1)[:, None]
+    temperature = tl.load(temperature_ptr + b)
+    greedy = temperature == 0
+
+    # the choice of every predecessor of every slot
+    scores = tl.load(
+        scores_ptr + ((b * S + slot) * K + c)[:, None] * K + d[None, :], inside, tl.where(d < K, 0.0, -1e30)[None, :]
+    )
+    if greedy:
+        choice = tl.argmax(scores, 1).to(tl.int32)
+    else:
+        q = tl.exp((scores - tl.max(scores, 1)[:, None]) / temperature)
+        cumulative = tl.cumsum(q / tl.sum(q, 1)[:, None], 1)
         # a scan may round a later sum below an earlier one: the total is the largest
-        cumulative = tl.cumsum(q, 1)
-        total = tl.max(cumulative, 1)
-        below = (cumulative <= tl.load(uniforms_ptr + place) * total[:, None]) & inside
-        drawn = tl.minimum(tl.sum(below.to(tl.int32), 1), K - 1)
-        index = tl.where(greedy, best, drawn)  # of every predecessor, [KP]
-        mine = c == chosen
-        chosen = tl.sum(tl.where(mine, index, 0), 0)
-        q = tl.where(greedy, (d == chosen).to(tl.float32), tl.sum(tl.where(mine[:, None], q, 0.0), 0))
-        tl.store(q_ptr + place * K + d, q, d < K)
-        tl.store(tokens_ptr + place, tl.load(candidates_ptr + place * K + chosen))
+        uniform = tl.load(uniforms_ptr + b * S + slot, slot < S, 0.0)
+        below = (cumulative <= (uniform * tl.max(cumulative, 1))[:, None]) & (d < K)[None, :]
+        choice = tl.minimum(tl.sum(below.to(tl.int32), 1), K - 1)
+    next_ptr += b * SP * KP
+    tl.store(next_ptr + row, choice)
+    tl.debug_barrier()
+
+    # the walk: one number a slot, from lines this read leaves in the first cache
+    warm = tl.load(next_ptr + row)
+    chosen = tl.minimum(tl.sum(warm, 0), 0)
+    s = tl.arange(0, SP)
+    before = tl.zeros((SP,), tl.int32)
+    path = tl.zeros((SP,), tl.int32)
+    for step in tl.static_range(S):
+        before = tl.where(s == step, chosen, before)
+        chosen = tl.load(next_ptr + step * KP + chosen)
+        path = tl.where(s == step, chosen, path)
+
+    # tokens, and the rows they were drawn from
+    place = b * S + s
+    inside = (s < S)[:, None] & (d < K)[None, :]
+    row = tl.load(scores_ptr + (place * K + before)[:, None] * K + d[None, :], inside, -1e30)
+    q = tl.exp((row - tl.max(row, 1)[:, None]) / tl.where(greedy, 1.0, temperature))
+    q = tl.where(greedy, (d[None, :] == path[:, None]).to(tl.float32), q / tl.sum(q, 1)[:, None])
+    tl.store(q_ptr + place[:, None] * K + d[None, :], q, inside)
+    tl.store(tokens_ptr + place, tl.load(candidates_ptr + place * K + path, s < S, 0), s < S)
 
 
 def _walk_triton(scores, candidates, temperature, uniforms) -> tuple[torch.Tensor, torch.Tensor]:
     batch, slots, width = candidates.shape
+    padded = next_power_of_2(slots), next_power_of_2(width)
     tokens = candidates.new_empty(batch, slots)
     q = scores.new_empty(batch, slots, width)
     _walk_kernel[(batch,)](
@@ -92,11 +113,13 @@ def _walk_triton(scores, candidates, temperature, uniforms) -> tuple[torch.Tenso
         uniforms.contiguous(),
         tokens,
         q,
+        tokens.new_empty(batch, padded[0] * padded[1], dtype=torch.int32),
         S=slots,
+        SP=padded[0],
         K=width,
-        KP=next_power_of_2(width),
-        num_warps=1,
-        **overlap(scores),
+        KP=padded[1],
+        num_warps=8,
+        **overlap(scores, batch * slots),
     )
     return tokens, q
 

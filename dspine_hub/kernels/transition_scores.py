@@ -125,7 +125,7 @@ def _head_message_kernel(
     m = tl.program_id(0) * BN + tl.arange(0, BN)
     token = tl.load(candidates_ptr + r, r < rows, 0)
     acc = tl.zeros((BM, BN), tl.float32)
-    for step in range(tl.cdiv(H, BK)):
+    for step in range((H + BK - 1) // BK):
         k = step * BK + tl.arange(0, BK)
         e = tl.load(head_ptr + token[:, None] * H + k[None, :], (r < rows)[:, None] & (k < H)[None, :], 0.0)
         w = tl.load(norm_ptr + k, k < H, 0.0)
@@ -177,13 +177,12 @@ def _scores_kernel(
     KP: tl.constexpr,
     H: tl.constexpr,
     M: tl.constexpr,
-    MP: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
+    BK: tl.constexpr,
     BH: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -199,46 +198,56 @@ def _scores_kernel(
     before = tl.load(candidates_ptr + (slot - 1) * K + c, inside & (slot % S > 0), 0)
     token = tl.where(slot % S > 0, before, tl.load(anchor_ptr + slot // S, inside, 0))
     b, s = (slot // S).to(tl.int64), slot % S
-    dtype = root_ptr.dtype.element_ty
 
-    # the message axis, whole: z, its product with the candidates' G_d, z.(W^T h)
-    m = tl.arange(0, MP)
-    mask = inside[:, None] & (m < M)[None, :]
     source = own if BY_TOKEN else (slot * K + c).to(tl.int64)
-    g = tl.load(messages_ptr + source[:, None] * M + m[None, :], mask, 0.0)
-    table_row = table_ptr + token[:, None] * (2 * M) + m[None, :]
-    gate = tl.load(table_row + M, mask, 0.0).to(tl.float32)
-    gate += tl.load(receiver_ptr + (b * receiver_batch + s * receiver_slot)[:, None] + m[None, :], mask, 0.0)
-    gate += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
-    z = tl.load(table_row, mask, 0.0).to(tl.float32) * tl.sigmoid(gate)
-    update = tl.load(update_ptr + (b * update_batch + s * update_slot)[:, None] + m[None, :], mask, 0.0)
-    cross = tl.sum(update.to(tl.float32) * z, 1)
-    z = z.to(dtype)
-    numerator = tl.dot(z, tl.trans(g), input_precision=PRECISION)
-
-    # this part of |W z|^2 = |root z|^2
-    quadratic = tl.zeros((RP,), tl.float32)
-    n_steps: tl.constexpr = tl.cdiv(tl.cdiv(M, SPLIT), BN)
-    for step in range(n_steps):
-        n = (split * n_steps + step) * BN + tl.arange(0, BN)
-        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
-        image = tl.dot(z, root, input_precision=PRECISION)
-        quadratic += tl.sum(image * image, 1)
+    table_row = table_ptr + token[:, None] * (2 * M)
+    message_row = messages_ptr + source[:, None] * M
+    receiver_row = receiver_ptr + (b * receiver_batch + s * receiver_slot)[:, None]
+    update_row = update_ptr + (b * update_batch + s * update_slot)[:, None]
+    # rows of the tables lie anywhere in memory: each is asked for one step before it is used
+    m = tl.arange(0, BK)
+    mask = inside[:, None] & (m < M)[None, :]
+    message = tl.load(table_row + m[None, :], mask, 0.0)
+    gate = tl.load(table_row + M + m[None, :], mask, 0.0)
 
     # this part of the hidden axis: <h, w*e_d> and |h|^2
     state_row = (state_ptr + b * state_batch + s * state_slot)[:, None]
     head_row = head_ptr + own[:, None] * H
     dots = tl.zeros((RP, BH), tl.float32)
     square = tl.zeros((RP, BH), tl.float32)
-    h_steps: tl.constexpr = tl.cdiv(tl.cdiv(H, SPLIT), BH)
-    for step in tl.range(h_steps, num_stages=STAGES):
-        k = (split * h_steps + step) * BH + tl.arange(0, BH)
-        mask = inside[:, None] & (k < H)[None, :]
-        h = tl.load(state_row + k[None, :], mask, 0.0).to(tl.float32)
-        e = tl.load(head_row + k[None, :], mask, 0.0).to(tl.float32)
-        dots += h * e * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
+    h_steps: tl.constexpr = (H + SPLIT * BH - 1) // (SPLIT * BH)
+    k = split * h_steps * BH + tl.arange(0, BH)
+    e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
+    for _ in range(h_steps):
+        weighted = e.to(tl.float32) * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
+        h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+        k += BH
+        e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
+        dots += h * weighted
         square += h * h
     dots, square = tl.sum(dots, 1), tl.sum(square, 1)
+
+    # the message axis: z, its product with the candidates' G_d, z.(W^T h), and this part of |W z|^2 = |root z|^2
+    n = split * BN + tl.arange(0, BN)
+    image = tl.zeros((RP, BN), tl.float32)
+    numerator = tl.zeros((RP, RP), tl.float32)
+    cross = tl.zeros((RP, BK), tl.float32)
+    for _ in range((M + BK - 1) // BK):
+        mask = inside[:, None] & (m < M)[None, :]
+        g = tl.load(message_row + m[None, :], mask, 0.0)
+        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
+        wide = gate.to(tl.float32) + tl.load(receiver_row + m[None, :], mask, 0.0).to(tl.float32)
+        wide += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
+        z = message.to(tl.float32) * tl.sigmoid(wide)
+        cross += z * tl.load(update_row + m[None, :], mask, 0.0).to(tl.float32)
+        m += BK
+        mask = inside[:, None] & (m < M)[None, :]
+        message = tl.load(table_row + m[None, :], mask, 0.0)
+        gate = tl.load(table_row + M + m[None, :], mask, 0.0)
+        z = z.to(root_ptr.dtype.element_ty)
+        numerator = tl.dot(z, tl.trans(g), numerator, input_precision=PRECISION)
+        image = tl.dot(z, root, image, input_precision=PRECISION)
+    cross, quadratic = tl.sum(cross, 1), tl.sum(image * image, 1)
 
     if SPLIT == 1:
         _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
@@ -261,13 +270,13 @@ def _scores_kernel(
             tl.store(ticket_ptr + tile, 0)
 
 
-# measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program, `depth`
-# the columns of the hidden axis read at once
+# measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program,
+# `columns` and `depth` what is read at once of the hidden and of the message axis
 SCORE_TILES = (
-    (16, Tile(1, 64, 512, split=8)),
-    (64, Tile(1, 64, 512, split=2)),
-    (256, Tile(2, 64, 256, warps=8)),
-    (1 << 30, Tile(4, 64, 128, warps=16)),
+    (16, Tile(1, 256, 128, split=8, stages=2)),
+    (64, Tile(1, 512, 64, split=2, warps=8, stages=3)),
+    (256, Tile(4, 128, 64, split=2, warps=8, stages=3)),
+    (1 << 30, Tile(4, 128, 32, warps=8, stages=3)),
 )
 
 
@@ -335,17 +344,16 @@ def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tenso
         KP=padded,
         H=width,
         M=size,
-        MP=max(16, next_power_of_2(size)),
         BY_TOKEN=by_token,
         BS=tile.rows,
-        BN=tile.columns,
-        BH=tile.depth,
+        BN=max(16, next_power_of_2(cdiv(size, split))),
+        BK=tile.depth,
+        BH=tile.columns,
         SPLIT=split,
-        STAGES=tile.stages,
         PRECISION=dot_precision(tables.root),
         num_warps=tile.warps,
-        num_stages=2,
-        **overlap(state),
+        num_stages=tile.stages,
+        **overlap(state, batch * slots),
     )
     return out
 

@@ -1,0 +1,91 @@
+"""The static pass a CUDA graph captures, run without a graph: it must draft as the growing cache does."""
+
+import pytest
+import torch
+
+from dspine_hub.draft_graph_dspine import CompiledDraft, GraphContextCache
+from dspine_hub.modeling_dspine import DSpineContextCache
+
+TEXT = [3, 17, 42, 8, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 83, 27, 95, 2, 88, 54]
+
+
+@pytest.fixture
+def compiled(drafter, monkeypatch):
+    """A drafter whose static pass runs without a graph."""
+    monkeypatch.setattr(drafter, "_compiled", CompiledDraft(drafter, 32, (1,), capture=False))
+    return drafter
+
+
+def draft(drafter, context, anchor, cache, seed=0):
+    temperature = torch.tensor([0.8])
+    return drafter.draft(context, torch.tensor([anchor]), temperature, torch.Generator().manual_seed(seed), cache)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 5, 9], ids=lambda n: f"prompt-{n}")
+def test_every_round_drafts_as_the_growing_cache_does(compiled, taps, prompt):
+    """Catches a row written past the count that is seen, a prompt appended twice, a position off by a round."""
+    context = taps(TEXT, compiled)
+    mine, plain = compiled.new_cache(), DSpineContextCache()
+    start = 0
+    for rows in (prompt, 1, 5, 2, 3):
+        end = start + rows
+        found = draft(compiled, context[:, start:end], TEXT[end], mine, seed=end)
+        expected = draft(compiled, context[:, start:end], TEXT[end], plain, seed=end)
+        assert torch.equal(found.tokens, expected.tokens)
+        # the same sums over wider, masked rows
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
+        assert mine.get_seq_length() == plain.get_seq_length() == end
+        start = end
+
+
+def test_past_its_buffers_a_text_is_drafted_without_the_graph(drafter, taps, monkeypatch):
+    """Catches a long text refused, or drafted from buffers that lost its beginning."""
+    monkeypatch.setattr(drafter, "_compiled", CompiledDraft(drafter, 12, (1,), capture=False))
+    context, cache, plain = taps(TEXT, drafter), drafter.new_cache(), DSpineContextCache()
+    for start, end in ((0, 4), (4, 7), (7, 12), (12, 14)):
+        found = draft(drafter, context[:, start:end], TEXT[end], cache, seed=end)
+        assert torch.equal(found.tokens, draft(drafter, context[:, start:end], TEXT[end], plain, seed=end).tokens)
+
+
+def test_a_text_decodes_to_the_targets_own(compiled, target):
+    """Catches a loop that does not hand the graph's cache on: greedy text must stay the target's."""
+    ids = torch.tensor([TEXT[:6]])
+    expected = target.generate(ids, max_new_tokens=20, do_sample=False)
+    found = compiled.spec_generate(target, ids, 20, temperature=0.0)
+    assert torch.equal(found, expected)
+    assert isinstance(compiled.new_cache(), GraphContextCache)
+
+
+def test_an_earlier_cache_is_refused_by_name(compiled, taps):
+    """Catches two requests that overwrite each other's rows."""
+    context, cache = taps(TEXT, compiled), compiled.new_cache()
+    compiled.new_cache()
+    with pytest.raises(ValueError, match="`cache` must be the one `new_cache` returned last, got an earlier one"):
+        draft(compiled, context[:, :3], TEXT[3], cache)
+
+
+def test_new_weights_or_another_target_drop_the_graph(compiled, target):
+    """Catches a graph that replays tables of weights no longer there."""
+    compiled.bind(target)
+    assert type(compiled.new_cache()) is DSpineContextCache
+    compiled._compiled = object()
+    assert compiled.double()._compiled is None
+
+
+def test_tables_follow_the_weights(drafter):
+    """Catches drafts from tables of the weights before a training step."""
+    before = drafter.tables()
+    assert drafter.tables() is before
+    with torch.no_grad():
+        drafter.injection.message.weight.add_(1)
+    after = drafter.tables()
+    assert not torch.equal(after.predecessors, before.predecessors)
+    assert drafter.tables(head_messages=False).head_messages is None
+
+
+def test_refusals(drafter):
+    """Catches a graph asked of a CPU, and buffers that hold no block."""
+    with pytest.raises(ValueError, match="`compile_draft` needs a drafter on a CUDA device, got one on `cpu`"):
+        drafter.compile_draft()
+    with pytest.raises(ValueError, match="`max_length` must exceed `block_size` = 5, got 5"):
+        CompiledDraft(drafter, 5, (1,), capture=False)

@@ -1,0 +1,124 @@
+"""The pair on a GPU, through the kernels: the same text, from a folder outside the package, with graphs or not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspine_hub.bundle import build_bundle
+from dspine_hub.demo import Pair
+from dspine_hub.kernels import use_triton
+from dspine_hub.ops_bench import COPIES, Shape, check_round, random_drafter, random_round, run_round
+from dspine_hub.prompts import read_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
+KERNELS = {"_readout_kernel", "_gate_kernel", "_write_kernel", "_scores_kernel", "_walk_kernel"}
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    """The mini drafter as a hub folder, far from this package."""
+    return build_bundle(MINI / "drafter", tmp_path_factory.mktemp("hub") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def pairs(bundle):
+    return {device: Pair(MINI / "target", bundle, "float32", device) for device in ("cpu", "cuda")}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return read_prompts(MINI / "heldout.jsonl")[::10]
+
+
+def launched(call) -> set[str]:
+    """Names of the kernels a call runs on the device."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+def decode(pair, prompt):
+    output, _ = pair.speculative(pair.encode(prompt), NEW_TOKENS, 0.0)
+    return output.sequences[0].tolist(), output.statistics
+
+
+def test_the_demo_gives_the_same_text_as_on_the_cpu(pairs, prompts):
+    """Catches a kernel that is wrong where the interpreter is right; and one that only drafts badly."""
+    rounds = {"cpu": 0, "cuda": 0}
+    for prompt in prompts:
+        texts = {}
+        for device, pair in pairs.items():
+            texts[device], statistics = decode(pair, prompt)
+            rounds[device] += statistics.rounds
+        assert texts["cuda"] == texts["cpu"]
+    # a near tie may fall the other way on another device
+    assert abs(rounds["cuda"] - rounds["cpu"]) <= 0.02 * rounds["cpu"]
+
+
+def test_a_bundle_from_a_folder_runs_the_kernels(pairs, prompts):
+    """Catches published code that falls back to the reference without a word."""
+    pair = pairs["cuda"]
+    assert type(pair.drafter).__module__.startswith("transformers_modules")
+    assert launched(lambda: decode(pair, prompts[0])) >= KERNELS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_captured_drafting_equals_eager_drafting(bundle, prompts, temperature):
+    """Catches a graph that reads a stale input, and one whose buffers move."""
+    pair = Pair(MINI / "target", bundle, "float32", "cuda")
+
+    def run():
+        texts = []
+        for prompt in prompts[:6]:
+            torch.manual_seed(0)
+            texts.append(pair.speculative(pair.encode(prompt), NEW_TOKENS, temperature)[0].sequences.tolist())
+        return texts
+
+    eager = run()
+    pair.drafter.compile_draft(max_length=512)
+    assert run() == eager
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_a_round_is_right_at_the_sizes_of_an_8b_target(batch):
+    """Catches tiles that hold at small sizes only, and chosen paths bent by half precision."""
+    shape = Shape(V=151_936)
+    drafter = random_drafter(shape, torch.bfloat16, "cuda", seed=0)
+    found = check_round(drafter, random_round(shape, batch, torch.bfloat16, "cuda", seed=batch))
+    assert found["max_rel_err"] <= 1e-2
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_captured_round_equals_an_eager_one(batch):
+    """Catches a value read back to the host, an output that moves, a launch that starts before its operands exist."""
+    shape = Shape(V=20_000)
+    drafters = [random_drafter(shape, torch.bfloat16, "cuda", seed=seed) for seed in range(COPIES)]
+    inputs = random_round(shape, batch, torch.bfloat16, "cuda", seed=0)
+    expected = [run_round(drafter, inputs) for drafter in drafters]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [run_round(drafter, inputs) for drafter in drafters]
+    for _ in range(20):
+        graph.replay()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine[1:], theirs[1:], strict=True))
+
+
+def test_the_operations_compile_without_a_break():
+    """Catches a wrapper Dynamo cannot trace through to the kernels."""
+    shape = Shape(H=256, R=128, M=64, L=2, V=2000)
+    drafter = random_drafter(shape, torch.bfloat16, "cuda", seed=0)
+    inputs = random_round(shape, 2, torch.bfloat16, "cuda", seed=0)
+    assert use_triton(inputs.states[0])
+    compiled = torch.compile(lambda one: run_round(drafter, one)[1:3], fullgraph=True)
+    for mine, theirs in zip(compiled(inputs), run_round(drafter, inputs)[1:3], strict=True):
+        torch.testing.assert_close(mine, theirs)
