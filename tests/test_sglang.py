@@ -23,6 +23,7 @@ from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import adjacent_injection, transfer_tables, transition_scores_reference
 from dspine_hub.sglang_plugin import command, doctor, startup
+from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
 from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
@@ -146,6 +147,16 @@ def test_a_load_accounts_for_every_tensor():
         account.close()
     account.take("injection.bias", torch.zeros(2))
     account.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_codes_of_a_compact_checkpoint_come_from_the_targets_files(make_target, tmp_path, tied):
+    """Catches codes made of the embedding where the head is another matrix."""
+    target = make_target(tie_word_embeddings=tied)
+    target.save_pretrained(tmp_path)
+    drafter = build_drafter(target, transfer_storage="basis")
+    basis = {name: getattr(drafter.transfer_basis, name) for name in ("mean", "directions", "eigenvalues")}
+    assert torch.equal(rebuild_codes(str(tmp_path), None, basis, torch.device("cpu")), drafter.transfer_codes)
 
 
 # versions and registration
