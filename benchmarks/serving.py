@@ -6,8 +6,10 @@ Qwen3-8B shapes, random weights), `throughput`, `soak`. Every engine runs in a p
 starting engines when `--budget` seconds are spent and keeps what it has.
 """
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -79,11 +81,15 @@ class Run:
         command = [sys.executable, str(ROOT / "benchmarks" / "serving_job.py"), str(job), str(result)]
         log = self.scratch / "log"
         with log.open("w") as out:
-            process = subprocess.Popen(command, env=self._environment(), stdout=out, stderr=out)
-            try:
+            process = subprocess.Popen(
+                command, env=self._environment(), stdout=out, stderr=out, start_new_session=True
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=left)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            # an engine that is killed, or fails, may leave processes that hold the GPU
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         found = json.loads(result.read_text()) if result.is_file() else {"steps": []}
         if not found.get("complete"):
             click.echo(f"engine ended early ({arguments}):\n{log.read_text()[-3000:]}", err=True)

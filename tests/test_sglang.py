@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import build_drafter
+from sglang_engines import ENGINES
 from test_kernels import FLOAT32, SIZES, injection_weights, weights
 
 from dspine_hub import sglang_plugin
@@ -22,6 +23,7 @@ from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import adjacent_injection, transfer_tables, transition_scores_reference
 from dspine_hub.sglang_plugin import command, doctor, startup
+from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
 from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
@@ -147,6 +149,16 @@ def test_a_load_accounts_for_every_tensor():
     account.close()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_codes_of_a_compact_checkpoint_come_from_the_targets_files(make_target, tmp_path, tied):
+    """Catches codes made of the embedding where the head is another matrix."""
+    target = make_target(tie_word_embeddings=tied)
+    target.save_pretrained(tmp_path)
+    drafter = build_drafter(target, transfer_storage="basis")
+    basis = {name: getattr(drafter.transfer_basis, name) for name in ("mean", "directions", "eigenvalues")}
+    assert torch.equal(rebuild_codes(str(tmp_path), None, basis, torch.device("cpu")), drafter.transfer_codes)
+
+
 # versions and registration
 
 VERSIONS = {"0.5.18": False, "0.5.19": True, "0.5.21.post1": True, "0.5.23+cu130": True, "0.5.24": False}
@@ -156,6 +168,16 @@ VERSIONS |= {"0.6.0": False, "0.5.22rc1": False, "0.0.0.dev0": False, "unknown":
 @pytest.mark.parametrize(("version", "supported"), VERSIONS.items())
 def test_versions(version, supported):
     assert sglang_plugin.is_supported(version) is supported
+
+
+def test_every_statement_of_the_supported_range_agrees():
+    """Catches a range that is widened in one place only."""
+    (extra,) = [line for line in importlib.metadata.requires("dspine-hub") if line.startswith("sglang")]
+    oldest, newest = sglang_plugin.SUPPORTED.split(" to ")
+    assert (oldest, newest) == (min(ENGINES), max(ENGINES))
+    after = f"0.5.{int(newest.split('.')[-1]) + 1}"
+    assert f">={oldest}" in extra and f"<{after}" in extra
+    assert f"{oldest} to {newest}" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_another_release_gets_one_line_and_no_registration(stand_ins, caplog):
