@@ -62,23 +62,41 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
             "be paired. Train or convert it with the target at hand."
         )
     with new_folder(out) as work:
-        _write(drafter, Path(checkpoint), work)
-        provenance = {"dspine_hub": __version__, "files": _hashes(work)}
-        if target is not None:
-            from dspine_hub.canary import measure_canary
-
-            provenance["canary"] = measure_canary(work, target)
-        (work / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+        _write_checkpoint(drafter, work)
+        complete_bundle(work, Path(checkpoint), target)
     return out
 
 
-def _write(drafter, checkpoint: Path, folder: Path) -> None:
+def complete_bundle(
+    folder: Path, checkpoint: Path, target: str | Path | None = None, hashes: dict[str, str] | None = None
+) -> None:
+    """Add to config and weights what makes them a bundle: code, receipts, card, provenance.
+
+    Args:
+        folder (`Path`): Holds `config.json` and weights; gains the rest.
+        checkpoint (`Path`): Where receipts, `card.toml` and `training.json` come from.
+        target (`str` or `Path`, *optional*): As of `build_bundle`.
+        hashes (`dict[str, str]`, *optional*): Weight file -> sha256, of files that were hashed when written.
+    """
+    _add_code_and_card(folder, checkpoint)
+    provenance = {"dspine_hub": __version__, "files": _hashes(folder, hashes or {})}
+    if target is not None:
+        from dspine_hub.canary import measure_canary
+
+        provenance["canary"] = measure_canary(folder, target)
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _write_checkpoint(drafter, folder: Path) -> None:
     from dspine_hub.loading import cast_for_storage
 
     cast_for_storage(drafter)
     drafter.save_pretrained(folder, max_shard_size="5GB")
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)
+
+
+def _add_code_and_card(folder: Path, checkpoint: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = AUTO_MAP
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -94,9 +112,10 @@ def _write(drafter, checkpoint: Path, folder: Path) -> None:
     (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
+def _hashes(folder: Path, known: dict[str, str]) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: known.get(name) or file_sha256(path) for name, path in names.items()}
 
 
 def is_bundle(path: str | Path) -> bool:

@@ -415,6 +415,30 @@ def pull(
     return dest
 
 
+def fetch_weights(repo_id: str, revision: str | None = None, *, token: str | None = None) -> Path:
+    """Download config, weights and receipts of a repository, and none of its code, into the Hub client's cache.
+
+    Args:
+        repo_id (`str`): `org/name`.
+        revision (`str`, *optional*): Branch, tag or commit; main by default.
+        token (`str`, *optional*): Token instead of the stored one.
+
+    Returns:
+        `Path`: The snapshot's folder, named after its commit.
+
+    Raises:
+        DSpineHubError: When the Hub refuses.
+    """
+    command = f"dspine-hub pull {repo_id} DEST" + (f" --revision {revision}" if revision else "")
+    _check_repo_id(repo_id, command)
+    patterns = ["*.json", "*.safetensors", "card.toml"]
+    with _readable(repo_id, command, token), _hub_bars(False):
+        folder = snapshot_download(
+            repo_id, revision=revision, endpoint=_endpoint(), token=token, allow_patterns=patterns
+        )
+    return Path(folder)
+
+
 def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):
     api, expected = _api(token), {}
     if constants.HF_HUB_OFFLINE:

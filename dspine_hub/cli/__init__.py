@@ -5,8 +5,10 @@ import click
 from dspine_hub._version import __version__
 from dspine_hub.cli.bundle import bundle
 from dspine_hub.cli.card import card
+from dspine_hub.cli.convert import convert
 from dspine_hub.cli.demo import demo
 from dspine_hub.cli.diff import diff
+from dspine_hub.cli.inspect import inspect
 from dspine_hub.cli.list import list_entries
 from dspine_hub.cli.pull import pull
 from dspine_hub.cli.push import push
@@ -21,6 +23,6 @@ def main():
     """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
 
 
-COMMANDS = (demo, list_entries, show, train, bundle, card, verify, push, pull, diff)
+COMMANDS = (demo, list_entries, show, train, bundle, convert, inspect, card, verify, push, pull, diff)
 for command in COMMANDS:
     main.add_command(command)
