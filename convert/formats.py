@@ -125,6 +125,7 @@ SHARED_KEYS = (
     "layer_types",
 )
 ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+ROPE_PLACES = ("rope_parameters.rope_theta", "rope_scaling.rope_theta", "rope_theta")
 
 # field of a drafter's config -> places of other configs that give it; all that are there must agree
 PLACES = {

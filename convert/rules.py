@@ -122,4 +122,7 @@ def _check_shape(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> Non
             "another vocabulary or rank belong to another drafter."
         )
     hint = ": it is transposed" if tensor.shape == tuple(shape)[::-1] else ""
+    if name == "fc.weight" and not hint and tensor.shape[:1] == tuple(shape)[:1]:
+        read, named = (columns / shape[0] for columns in (tensor.shape[1], shape[1]))
+        hint = f": it reads {read:g} tapped layers, and `target_layer_ids` names {named:g}"
     raise DSpineHubError(f"`{tensor.name}` must have shape {list(shape)}, got {list(tensor.shape)}{hint}.")

@@ -18,6 +18,7 @@ from dspine_hub.convert.formats import (
     NEUTRAL_FOR_DFLASH,
     PLACES,
     ROPE_KEYS,
+    ROPE_PLACES,
     SHARED_KEYS,
     START_MESSAGE,
     START_RANK,
@@ -83,10 +84,10 @@ def read_taps(config: dict, meaning: str | None = None) -> list[int]:
 
 def _agreed(name: str, found: dict):
     values = list(found.values())
-    if any(value != values[0] for value in values):
+    if any(value != values[0] for value in values[1:]):
         given = ", ".join(f"{value} from `{place}`" for place, value in found.items())
         raise DSpineHubError(f"`{name}` must be the same wherever it is given, got {given}.")
-    return values[0]
+    return values[0] if values else None
 
 
 def read_settings(
@@ -121,12 +122,15 @@ def read_settings(
         found = {place: value for place, value in found.items() if value is not ABSENT}
         if found and not (name == "block_size" and FORMATS[format_name].block_size):
             fields[name] = _agreed(name, found)
+    found = {place: lookup(config, place) for place in ROPE_PLACES}
+    _agreed("rope_theta", {place: value for place, value in found.items() if value is not ABSENT})
     fields["target_layer_ids"] = read_taps(config, tap_ids)
     _check_mask(fields, config)
     _fill_from_shapes(fields, shapes)
     _fill_from_format(fields, config, format_name, notes)
     if target is not None:
         fields.setdefault("num_target_layers", target["num_hidden_layers"])
+        _check_sizes(fields, target)
         fields["target"] = fields.get("target") or target
     kept = _kept(config)
     if kept:
@@ -134,14 +138,29 @@ def read_settings(
     return _build(fields), notes
 
 
+def _check_sizes(fields: dict, target: dict) -> None:
+    pairs = (
+        ("hidden_size", "hidden_size"),
+        ("num_target_layers", "num_hidden_layers"),
+        ("vocab_size", "padded_vocab_size"),
+    )
+    for mine, theirs in pairs:
+        if fields.get(mine) != target[theirs]:
+            raise DSpineHubError(
+                f"`{mine}` of the drafter must equal the target's, got {fields.get(mine)} for a target with "
+                f"{target[theirs]}: give the target it was trained for with `--target`."
+            )
+
+
 def _check_meaning(config: dict, format_name: str) -> None:
     for place, neutral in NEUTRAL.items():
         value = lookup(config, place)
         if value is ABSENT or value in neutral or format_name == "dflash" and place in NEUTRAL_FOR_DFLASH:
             continue
+        allowed = " or ".join(["absent", *(repr(item) for item in neutral if item is not None)])
         raise DSpineHubError(
-            f"`{place}` must be absent or one of {[item for item in neutral if item is not None]}, got {value!r}: it "
-            "changes what the weights compute, and DSpine has no such part."
+            f"`{place}` must be {allowed}, got {value!r}: it changes what the weights compute, and DSpine has no such "
+            "part."
         )
     kinds = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     if kinds or config.get("use_sliding_window") and not config.get("layer_types"):
