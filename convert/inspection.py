@@ -55,6 +55,20 @@ def inspect(location: str | Path, revision: str | None = None) -> dict:
     return result
 
 
+def advice(folder: Path) -> str | None:
+    """Say how a folder in another format becomes a bundle; `None` for a bundle and for what nobody knows."""
+    try:
+        source = Source.open(folder)
+    except DSpineHubError:
+        return None
+    if source.format == "hub":
+        return None
+    return (
+        f"`{folder}` is in the format `{source.format}` ({'; '.join(source.detection.reasons)}). Make it a bundle: "
+        f"`dspine-hub convert {folder} OUT --target TARGET`"
+    )
+
+
 def _describe(result: dict, source: Source) -> None:
     try:
         config, result["notes"] = read_settings(source.config, source.format, source.shapes())

@@ -56,7 +56,10 @@ def load_drafter_checkpoint(path: str | Path):
 
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
     if kind != "dspine":
-        raise DSpineHubError(f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter.")
+        raise DSpineHubError(
+            f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter. If it is one in "
+            f"another format: `dspine-hub convert {folder} OUT`"
+        )
     try:
         drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except LOAD_ERRORS as error:
