@@ -15,7 +15,8 @@ from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.convert import transfer
 from dspine_hub.convert.detect import Detection, detect
 from dspine_hub.convert.formats import FORMATS, Rename
-from dspine_hub.convert.rules import Plan, make_plan, match, storage_dtype
+from dspine_hub.convert.quantize import quantization_config, quantize_items, stored_shapes
+from dspine_hub.convert.rules import Plan, check_dtype, make_plan, match, storage_dtype
 from dspine_hub.convert.settings import read_settings, specforge_config
 from dspine_hub.convert.targets import read_json, stored_sha256
 from dspine_hub.convert.tensors import Item, StoredTensor, list_tensors, made, write_weights
@@ -107,7 +108,7 @@ def expected_tensors(config: DSpineConfig) -> dict[str, tuple[int, ...]]:
 
     with torch.device("meta"):
         model = DSpineForSpeculation(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return stored_shapes({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, config)
 
 
 def read_source(source: Source, target=None, tap_ids: str | None = None) -> tuple[DSpineConfig, list[str]]:
@@ -136,6 +137,7 @@ def convert(
     target=None,
     storage: str | None = None,
     tap_ids: str | None = None,
+    quantize: str | None = None,
     check=None,
 ) -> Conversion:
     """Write config and weights of a converted drafter.
@@ -147,6 +149,7 @@ def convert(
         target (*optional*): A target of `targets`.
         storage (`str`, *optional*): `"codes"` or `"basis"`; as in the source by default.
         tap_ids (`str`, *optional*): What the ids of tapped layers mean.
+        quantize (`str`, *optional*): A key of `QUANTIZATIONS`.
         check (*optional*): `check(folder) -> Report`, called when the config is written and no weight is.
 
     Returns:
@@ -161,11 +164,15 @@ def convert(
     wanted = storage or ("codes" if to == "specforge" else stored)
     if to == "specforge" and wanted != "codes":
         raise DSpineHubError("`--compact` must go with `--to hub`, got specforge: it knows only the table of codes.")
+    if to == "specforge" and quantize is not None:
+        raise DSpineHubError(f"`--quantize {quantize}` must go with `--to hub`, got specforge: it trains in bfloat16.")
     plan, items = plan_weights(source, config, target)
     notes += [f"`{tensor.name}` {list(tensor.shape)} left out: {rule.reason}" for tensor, rule in plan.dropped]
     _check_dropped(plan, target)
     if wanted != stored:
         _check_head(config, target, stored)
+    if quantize is not None:
+        items, config.quantization_config = quantize_items(items, quantize), quantization_config(quantize)
     _write_config(folder, _with_storage(config, wanted), to)
     if check is not None:
         result.report = check(folder)
@@ -192,6 +199,8 @@ def plan_names(source: Source, config: DSpineConfig) -> Plan:
 def plan_weights(source: Source, config: DSpineConfig, target=None) -> tuple[Plan, list[Item]]:
     """Return the plan and everything to write."""
     plan = plan_names(source, config)
+    for name, tensor in plan.filled.items():
+        check_dtype(name, tensor)
     items = [_copied(name, tensor) for name, tensor in plan.filled.items()]
     ready = plan.filled.get("transfer_ready")
     if ready is not None and not bool(ready.load()):

@@ -81,6 +81,24 @@ FORMATS = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class Quantization:
+    """One way to store the backbone's linears: safetensors' dtype, its largest value, compressed-tensors' names."""
+
+    dtype: str
+    top: float
+    kind: str
+    layout: str
+
+
+QUANTIZATIONS = {
+    "fp8": Quantization("F8_E4M3", 448.0, "float", "float-quantized"),
+    "int8": Quantization("I8", 127.0, "int", "int-quantized"),
+}
+# the modules whose weights are quantised
+QUANTIZED = r"layers\.\d+\.(?:self_attn|mlp)\.\w+_proj"
+
 _PREFIX = r"(?:(?:model|draft_model)\.)?"
 
 # the first rule that matches a source tensor applies

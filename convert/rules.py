@@ -76,7 +76,6 @@ def make_plan(
         raise DSpineHubError(f"every tensor must be there, got {len(missing)} missing: {describe(missing)}.")
     for name, tensor in plan.filled.items():
         _check_shape(name, tensor, expected[name])
-        _check_dtype(name, tensor)
     return plan
 
 
@@ -104,7 +103,8 @@ def _parts(tensor: StoredTensor, names: list[str], expected) -> list[StoredTenso
     return parts
 
 
-def _check_dtype(name: str, tensor: StoredTensor) -> None:
+def check_dtype(name: str, tensor: StoredTensor) -> None:
+    """Refuse a source tensor that cannot be cast to its place: `DSpineHubError`."""
     allowed = ("BOOL",) if storage_dtype(name) == "BOOL" else ("F32", "F16", "BF16")
     if tensor.dtype not in allowed:
         raise DSpineHubError(

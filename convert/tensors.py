@@ -205,6 +205,7 @@ def _write_file(path: Path, items: list[Item]) -> str:
 
 def _checked_bytes(item: Item, piece: torch.Tensor) -> memoryview:
     piece = piece.to(DTYPES[item.dtype])
+    # what is quantised was looked at before, in its scales
     if piece.is_floating_point() and piece.dtype != torch.float8_e4m3fn:
         low, high = torch.aminmax(piece)
         # a number that is not finite shows at one of the ends

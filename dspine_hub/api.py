@@ -36,6 +36,7 @@ def convert_drafter(
     target: str | Path | None = None,
     storage: str | None = None,
     tap_ids: str | None = None,
+    quantize: str | None = None,
     revision: str | None = None,
 ):
     """Convert a drafter between formats; the folder appears whole or not at all, and the source is only read.
@@ -48,6 +49,7 @@ def convert_drafter(
             that are left out and the pair itself are checked with it.
         storage (`str`, *optional*): `"codes"` or `"basis"`, of the transfer space; as in the source by default.
         tap_ids (`str`, *optional*): What ids of tapped layers mean, a key of `TAP_MEANINGS`; as usual by default.
+        quantize (`str`, *optional*): `"fp8"` or `"int8"`, for the linears of the backbone's layers.
         revision (`str`, *optional*): Branch, tag or commit, when `source` is a repository.
 
     Returns:
@@ -79,7 +81,7 @@ def convert_drafter(
         return report
 
     with new_folder(out) as work:
-        result = convert(drafter, work, to_format, files, storage, tap_ids, check)
+        result = convert(drafter, work, to_format, files, storage, tap_ids, quantize, check)
         if to_format == "hub":
             if result.config.target is None:
                 raise DSpineHubError(
@@ -126,11 +128,10 @@ def load_drafter(source: str | Path, target=None, revision: str | None = None, t
     else:
         loaded = None if target is None else LoadedTarget(target, tokenizer)
         folder = _converted(Source.open(_local(source, revision), name=str(source)), loaded, tap_ids)
-    drafter = load_drafter_checkpoint(folder)
     if target is None:
-        return drafter
+        return load_drafter_checkpoint(folder)
     try:
-        return drafter.to(device=target.device, dtype=target.dtype).bind(target, tokenizer)
+        return load_drafter_checkpoint(folder, target.dtype).to(target.device).bind(target, tokenizer)
     except ValueError as error:
         raise DSpineHubError(f"`{source}` could not be used with this target: {error}") from error
 

@@ -56,6 +56,12 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
     from dspine_hub.loading import load_drafter_checkpoint
 
     drafter = load_drafter_checkpoint(checkpoint)
+    # the loaded model is turned back and says nothing of it
+    if json.loads((Path(checkpoint) / "config.json").read_text()).get("quantization_config"):
+        raise DSpineHubError(
+            f"`{checkpoint}` must be unquantised, got `quantization_config`: bundle the unquantised drafter, then "
+            "`dspine-hub convert BUNDLE OUT --quantize fp8`"
+        )
     if drafter.config.target is None:
         raise DSpineHubError(
             f"`target` must be recorded in `{checkpoint}/config.json`, got none: a drafter without its target cannot "

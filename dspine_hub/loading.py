@@ -39,11 +39,12 @@ def check_folder(path: str | Path, what: str) -> Path:
     return path
 
 
-def load_drafter_checkpoint(path: str | Path):
-    """Load a drafter in its stored dtype, refusing any tensor that is missing, unknown or of another shape.
+def load_drafter_checkpoint(path: str | Path, dtype="auto"):
+    """Load a drafter, refusing any tensor that is missing, unknown or of another shape.
 
     Args:
         path (`str` or `Path`): Checkpoint folder.
+        dtype (`torch.dtype`, *optional*): As stored by default. A quantised drafter cannot be cast later.
 
     Returns:
         `DSpineForSpeculation`.
@@ -61,7 +62,7 @@ def load_drafter_checkpoint(path: str | Path):
             f"another format: `dspine-hub convert {folder} OUT`"
         )
     try:
-        drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
     _check_report(folder, report)

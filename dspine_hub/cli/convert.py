@@ -5,7 +5,7 @@ import json
 import click
 
 from dspine_hub.cli._errors import readable_errors
-from dspine_hub.convert.formats import FORMATS, TAP_MEANINGS
+from dspine_hub.convert.formats import FORMATS, QUANTIZATIONS, TAP_MEANINGS
 
 READS = ["auto", *(name for name, entry in FORMATS.items() if entry.reads)]
 WRITES = [name for name, entry in FORMATS.items() if entry.writes]
@@ -20,10 +20,11 @@ WRITES = [name for name, entry in FORMATS.items() if entry.writes]
 @click.option("--revision", metavar="R", help="Branch, tag or commit, when SRC is a repository.")
 @click.option("--compact", "storage", flag_value="basis", help="Store a basis instead of the code table.")
 @click.option("--expand", "storage", flag_value="codes", help="Store the code table a basis stands for.")
+@click.option("--quantize", type=click.Choice(list(QUANTIZATIONS)), help="Store the layers' linears in 8 bits.")
 @click.option("--tap-ids", type=click.Choice(list(TAP_MEANINGS)), help="What SRC's ids of tapped layers mean.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @readable_errors
-def convert(src, dst, source, to, target, revision, storage, tap_ids, as_json):
+def convert(src, dst, source, to, target, revision, storage, quantize, tap_ids, as_json):
     """Convert the drafter SRC, a folder or repository of any known format, into the new folder DST.
 
     Example:
@@ -36,7 +37,15 @@ def convert(src, dst, source, to, target, revision, storage, tap_ids, as_json):
     from dspine_hub.api import convert_drafter
 
     result = convert_drafter(
-        src, dst, from_format=source, to_format=to, target=target, storage=storage, tap_ids=tap_ids, revision=revision
+        src,
+        dst,
+        from_format=source,
+        to_format=to,
+        target=target,
+        storage=storage,
+        tap_ids=tap_ids,
+        quantize=quantize,
+        revision=revision,
     )
     if as_json:
         fields = {"folder": str(dst), "from": result.detection.format, "to": to}
