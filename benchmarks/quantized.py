@@ -1,9 +1,9 @@
 """The mini drafter in its stored forms: size, acceptance and speed on a CPU, in one run.
 
-`python benchmarks/quantized.py --out benchmarks/results/mini-quantized.json`. Every form is converted from the committed
-drafter and decodes the same HumanEval prompts greedily in float32. Transformers turns quantised weights back when it
-loads, so on a CPU the forms differ in size and drafts; what 8 bits save in an engine is not measured here. A speed is
-reported only when every text equals plain decoding.
+`python benchmarks/quantized.py --out benchmarks/results/mini-quantized.json`. Every form is converted from the
+committed drafter and decodes the same HumanEval prompts greedily in float32. Transformers turns quantised weights back
+when it loads, so on a CPU the forms differ in size and drafts; what 8 bits save in an engine is not measured here. A
+speed is reported only when every text equals plain decoding.
 """
 
 import json

@@ -121,10 +121,11 @@ def read_source(source: Source, target=None, tap_ids: str | None = None) -> tupl
     config, notes = read_settings(source.config, source.format, source.shapes(), record, tap_ids)
     if config.target is not None and config.target["lm_head_sha256"] is None and record is not None:
         config.target = {**config.target, "lm_head_sha256": record["lm_head_sha256"]}
-    if source.config.get("tie_word_embeddings") and any(name.endswith("lm_head.weight") for name in source.tensors()):
+    heads = [tensor for name, tensor in source.tensors().items() if name.endswith("lm_head.weight")]
+    if heads and source.config.get("tie_word_embeddings"):
         raise DSpineHubError(
             "`tie_word_embeddings` must be false beside a stored `lm_head.weight`, got true and "
-            f"{list(source.tensors()['lm_head.weight'].shape)}: the flag was copied from the target, and which of the "
+            f"{list(heads[0].shape)}: the flag was copied from the target, and which of the "
             "two was used in training cannot be told."
         )
     return config, notes

@@ -74,7 +74,8 @@ def _describe(result: dict, source: Source) -> None:
         config, result["notes"] = read_settings(source.config, source.format, source.shapes())
     except DSpineHubError as error:
         result["problems"].append(str(error))
-        flat = flatten({key: value for key, value in source.config.items() if key != "config"}, source.format)
+        # nesting may be the problem itself
+        flat = flatten(source.config, "reference")
         result |= {name: flat.get(name) for name in SETTINGS}
         return
     result |= {name: getattr(config, name) for name in SETTINGS}

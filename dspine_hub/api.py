@@ -62,19 +62,24 @@ def convert_drafter(
     from dspine_hub.convert.conversion import Source, convert
     from dspine_hub.convert.formats import FORMATS
     from dspine_hub.convert.targets import TargetFiles
+    from dspine_hub.findings import Report
     from dspine_hub.folders import check_free, new_folder
     from dspine_hub.pairing import check_pair
 
     out = check_free(out, "DST")
-    if not FORMATS[to_format].writes:
-        raise DSpineHubError(f"`--to` must be a format that can be written, got {to_format!r}.")
+    writable = [name for name, entry in FORMATS.items() if entry.writes]
+    if to_format not in writable or from_format not in ("auto", *FORMATS):
+        raise DSpineHubError(
+            f"`--from` must be one of {['auto', *FORMATS]} and `--to` one of {writable}, got {from_format!r} and "
+            f"{to_format!r}."
+        )
     files = None if target is None else TargetFiles(target)
     drafter = Source.open(_local(source, revision), from_format, str(source))
 
     def check(folder):
-        if to_format != "hub":
-            return _no_findings()
-        report = check_pair(folder, files.source) if files else _no_findings()
+        # sizes of other sources were compared when their config was read
+        checked = folder if to_format == "hub" else drafter.folder if drafter.format == "hub" else None
+        report = check_pair(checked, files.source) if files and checked else Report()
         if not report.ok:
             errors = "\n".join(line for line in report.lines() if line.startswith("error"))
             raise DSpineHubError(f"`{source}` must fit `{target}`, and nothing was written:\n{errors}")
@@ -88,7 +93,8 @@ def convert_drafter(
                     "`--target` must be given, got none, and the source does not record its target: a bundle without "
                     "it cannot be paired. A repository like `Qwen/Qwen3-8B` will do."
                 )
-            complete_bundle(work, drafter.folder, hashes=result.hashes)
+            same = quantize is None and storage in (None, drafter.config.get("transfer_storage", "codes"))
+            complete_bundle(work, drafter.folder, hashes=result.hashes, receipts=same)
     return result
 
 
@@ -145,12 +151,6 @@ def _local(source: str | Path, revision: str | None) -> Path:
 
     # refuses what is neither a folder nor a repository id
     return fetch_weights(Source(source).name, revision)
-
-
-def _no_findings():
-    from dspine_hub.findings import Report
-
-    return Report()
 
 
 def _converted(source, target, tap_ids: str | None) -> Path:

@@ -74,7 +74,11 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
 
 
 def complete_bundle(
-    folder: Path, checkpoint: Path, target: str | Path | None = None, hashes: dict[str, str] | None = None
+    folder: Path,
+    checkpoint: Path,
+    target: str | Path | None = None,
+    hashes: dict[str, str] | None = None,
+    receipts: bool = True,
 ) -> None:
     """Add to config and weights what makes them a bundle: code, receipts, card, provenance.
 
@@ -83,8 +87,9 @@ def complete_bundle(
         checkpoint (`Path`): Where receipts, `card.toml` and `training.json` come from.
         target (`str` or `Path`, *optional*): As of `build_bundle`.
         hashes (`dict[str, str]`, *optional*): Weight file -> sha256, of files that were hashed when written.
+        receipts (`bool`): Take receipts over; wrong where the weights are no longer those that were measured.
     """
-    _add_code_and_card(folder, checkpoint)
+    _add_code_and_card(folder, checkpoint, receipts)
     provenance = {"dspine_hub": __version__, "files": _hashes(folder, hashes or {})}
     if target is not None:
         from dspine_hub.canary import measure_canary
@@ -102,14 +107,14 @@ def _write_checkpoint(drafter, folder: Path) -> None:
         weights.chmod(0o644)
 
 
-def _add_code_and_card(folder: Path, checkpoint: Path) -> None:
+def _add_code_and_card(folder: Path, checkpoint: Path, receipts: bool) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = AUTO_MAP
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name, source in SHIPPED.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    for receipt in sorted(checkpoint.glob("receipts/*.json")):
+    for receipt in sorted(checkpoint.glob("receipts/*.json") if receipts else ()):
         (folder / "receipts").mkdir(exist_ok=True)
         shutil.copyfile(receipt, folder / "receipts" / receipt.name)
     for name in ("card.toml", "training.json"):

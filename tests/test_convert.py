@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from dspine_hub.api import convert_drafter, load_drafter
 from dspine_hub.convert import tensors as stream
+from dspine_hub.convert.detect import detect
 from dspine_hub.convert.formats import FORMATS, RULES, TAP_MEANINGS
-from dspine_hub.convert.settings import read_taps
+from dspine_hub.convert.settings import read_settings, read_taps
 from dspine_hub.folders import file_sha256
 from dspine_hub.generation_dspine import TapRecorder
 from dspine_hub.loading import load_drafter_checkpoint
@@ -312,6 +313,26 @@ def test_tap_ids_option_shifts_what_the_config_says(folder, tmp_path):
     )
     result = convert_drafter(source, tmp_path / "out", target=place, tap_ids="before")
     assert result.config.target_layer_ids == TAPS and result.config.num_target_layers == LAYERS
+
+
+def test_speculators_nested_config_is_read(folder):
+    """Catches a nested config read as an empty one, with sizes from somebody's defaults."""
+    _, target = folder
+    flat = json.loads(json.dumps(checkpoints.specforge_config()))
+    nested = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": {key: flat[key] for key in (*checkpoints.SIZES, "rope_theta")},
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in TAPS],
+        "mask_token_id": MASK,
+        "block_size": checkpoints.BLOCK,
+        "draft_vocab_size": 97,
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoints.backbone().items()}
+    files = {"model.safetensors": shapes}
+    assert detect(nested, files).format == "dflash"
+    config, _ = read_settings(nested, "dflash", shapes, target_record(target))
+    assert (config.target_layer_ids, config.block_size, config.mask_token_id) == (TAPS, checkpoints.BLOCK, MASK)
+    assert (config.hidden_size, config.head_dim, config.num_target_layers) == (32, 8, LAYERS)
 
 
 # loading

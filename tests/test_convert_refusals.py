@@ -266,6 +266,16 @@ MUTATIONS = {
         weights(add_head),
         "`lm_head.weight` [97, 32] must equal the target's head, and cannot be compared without it: give `--target`.",
     ),
+    "head-of-its-own": (
+        weights(add_head),
+        "`lm_head.weight` [97, 32] must equal the target's head, got other values: the LM head is the target's, and a "
+        "drafter that was trained with another would be used wrongly.",
+    ),
+    "sample-from-anchor": (
+        config(sample_from_anchor=True),
+        "`sample_from_anchor` must be absent or False, got True: it changes what the weights compute, and DSpine has "
+        "no such part.",
+    ),
     "block-in-three-places": (
         config(dflash_config__block_size=4, dspine_config__block_size=8),
         "`block_size` must be the same wherever it is given, got 5 from `block_size`, 4 from "
@@ -476,7 +486,10 @@ def test_taken_folder_and_wrong_names_are_refused(target, tmp_path):
     source = checkpoints.write_specforge(tmp_path / "source", head)
     with pytest.raises(DSpineHubError, match="`DST` must not exist yet"):
         convert_drafter(source, source, target=place)
-    assert "`--to` must be a format that can be written" in refused(source, tmp_path / "out", to_format="dflash")
+    assert refused(source, tmp_path / "out", to_format="dflash") == (
+        "`--from` must be one of ['auto', 'hub', 'specforge', 'reference', 'dflash'] and `--to` one of ['hub', "
+        "'specforge'], got 'auto' and 'dflash'."
+    )
     assert "must be a folder or a repository id" in refused(tmp_path / "none", tmp_path / "out")
 
 

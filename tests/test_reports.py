@@ -77,7 +77,8 @@ REPORTS = {
         "test_modeling.py::test_the_state_dict_has_the_public_names_and_no_embedding_or_head",
         "test_bundle.py::test_bundle_keeps_every_weight_and_names_its_code_locally",
         "test_bundle.py::test_broken_checkpoint_is_refused_and_nothing_is_written",
-        "weights of other formats compared with the target's: comes with conversion",
+        "test_convert.py::test_copies_of_the_targets_tables_are_left_out_when_they_are_equal",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # tap layers guessed by a formula: z-lab/dflash#156, sgl-project/sglang#37475
     "hub-facts 4.9": (
@@ -88,7 +89,7 @@ REPORTS = {
     # `tie_word_embeddings` copied from the target: sgl-project/SpecForge#139
     "hub-facts 4.10": (
         "test_reports.py::test_a_tie_flag_copied_from_the_target_changes_nothing",
-        "the flag in other formats: comes with conversion",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # the wrong target: vllm-project/vllm#18906
     "hub-facts 4.11": (
@@ -99,7 +100,8 @@ REPORTS = {
     "hub-facts 4.12": (
         "test_reports.py::test_a_block_counts_its_anchor",
         "test_cards.py::test_sections_and_snippets",
-        "checkpoints in the other convention and flags of other engines: come with conversion and the SGLang plugin",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
+        "flags of other engines: come with the SGLang plugin",
     ),
     # an architecture that another class claims: vllm-project/vllm#52197
     "hub-facts 4.13": (
@@ -146,10 +148,14 @@ REPORTS = {
     # a checkpoint read as another method's: vllm-project/vllm#52111
     "hub-facts 4.24": (
         "test_bundle.py::test_broken_checkpoint_is_refused_and_nothing_is_written",
-        "source formats told apart by their keys: comes with conversion",
+        "test_convert_refusals.py::test_unknown_format_is_refused_with_its_keys",
+        "test_convert.py::test_converted_checkpoint_computes_what_the_oracle_computes",
     ),
     # d2t absent or all zero: SafeAILab/EAGLE#222
-    "hub-facts 4.25": ("a drafter here always has the target's vocabulary; maps of others come with conversion",),
+    "hub-facts 4.25": (
+        "test_convert.py::test_community_copies_give_the_same_weights",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
+    ),
     # dropped key names: verl-project/verl-SpeCo#62
     "hub-facts 4.26": (
         "test_reports.py::test_a_renamed_tensor_is_named_by_every_reader",
@@ -180,7 +186,8 @@ REPORTS = {
     "ask 4": (
         "test_generation.py::test_taps_are_the_hidden_states_of_transformers",
         "test_pair.py::test_drafts_are_the_recorded_ones",
-        "taps inside other engines: come with the SGLang plugin and conversion",
+        "test_convert.py::test_tapped_states_are_those_the_ids_mean",
+        "taps inside other engines: come with the SGLang plugin",
     ),
     # guessed taps: z-lab/dflash#156
     "ask 5": (
@@ -200,7 +207,11 @@ REPORTS = {
         "test_modeling.py::test_a_block_of_another_size_is_refused",
     ),
     # config dialects: sgl-project/sglang#40630, vllm-project/speculators#753
-    "ask 8": ("comes with conversion",),
+    "ask 8": (
+        "test_convert.py::test_round_trips_keep_every_byte_and_every_setting",
+        "test_convert.py::test_speculators_nested_config_is_read",
+        "configs of engines: come with the SGLang plugin",
+    ),
     # the mask token ignored: sgl-project/SpecForge#604, NVIDIA-NeMo/Automodel#2461
     "ask 9": (
         "test_configuration.py::test_required_fields_are_never_guessed",
@@ -212,7 +223,7 @@ REPORTS = {
     "ask 11": (
         "test_modeling.py::test_the_state_dict_has_the_public_names_and_no_embedding_or_head",
         "test_modeling.py::test_a_bound_drafter_knows_its_target",
-        "heads with a vocabulary of their own: a drafter here has none; others come with conversion",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # a quantised head: sgl-project/sglang#35534
     "ask 12": (
@@ -224,7 +235,8 @@ REPORTS = {
         "test_reports.py::test_a_drafter_that_is_never_accepted_fails_verify",
         "test_bundle.py::test_float32_checkpoint_is_published_in_bfloat16_but_a_basis_is_not",
         "test_modeling.py::test_a_basis_stays_float32_in_a_bfloat16_load",
-        "integer and fp8 weights: come with quantised drafters",
+        "test_quantize.py::test_linears_of_the_layers_are_rounded_and_nothing_else_is_touched",
+        "test_quantize.py::test_push_asks_for_a_receipt_of_these_very_weights",
     ),
     # sampling that is not lossless or slow: z-lab/dflash#74
     "ask 16": (
