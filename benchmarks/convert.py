@@ -2,8 +2,9 @@
 
 `python benchmarks/convert.py --out benchmarks/results/convert.json`. The drafter is random, in SpecForge's layout, one
 file, 2.5 GB in bfloat16; it becomes a bundle with every check and hash. Each step runs in a fresh process that reports
-its seconds, imports not counted, and its peak memory, imports counted. Copy and conversion take turns, and whoever
-begins changes. A time is printed only when the bundle's tensors have the sha256 of the source's.
+its seconds until everything is on disk, those until it returned, imports not counted, and its peak memory, imports
+counted. Copy and conversion take turns, and whoever begins changes. A time is printed only when the bundle's tensors
+have the sha256 of the source's.
 """
 
 import json
@@ -23,7 +24,7 @@ TRANSFER = {"vocabulary": 151936, "rank": 1024, "message": 512}
 PIECE = 1 << 24
 
 MEASURE = """
-import json, sys, time
+import json, os, sys, time
 def peak():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     return int(lines["VmHWM"].split()[0]) * 1024
@@ -31,7 +32,7 @@ source, out = sys.argv[1:]
 """
 STEPS = {
     "copy": """
-import os, shutil
+import shutil
 start = time.perf_counter()
 shutil.copytree(source, out)
 """,
@@ -43,7 +44,9 @@ convert_drafter(source, out)
 """,
 }
 REPORT = """
-print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak()}))
+returned = time.perf_counter() - start
+os.sync()
+print(json.dumps({"seconds": time.perf_counter() - start, "returned": returned, "peak_bytes": peak()}))
 """
 
 
@@ -148,12 +151,15 @@ def main(rounds, out):
                 shutil.rmtree(Path(place) / step)
     seconds = {step: sorted(run["seconds"] for run in runs[step]) for step in STEPS}
     medians = {step: statistics.median(values) for step, values in seconds.items()}
+    returned = {step: statistics.median(run["returned"] for run in runs[step]) for step in STEPS}
     peak, bound = max(run["peak_bytes"] for run in runs["convert"]), 1.2 * size + 500e6
     report = {
         "gigabytes": size / 1e9,
         "rounds": rounds,
         "time_ratio": medians["convert"] / medians["copy"],
+        "time_ratio_until_returned": returned["convert"] / returned["copy"],
         "seconds": {step: {"median": medians[step], "all": seconds[step]} for step in STEPS},
+        "seconds_until_returned": returned,
         "peak_megabytes": peak / 1e6,
         "peak_bound_megabytes": bound / 1e6,
         **describe_environment(),
