@@ -3,7 +3,7 @@
 `python benchmarks/convert.py --out benchmarks/results/convert.json`. The drafter is random, in SpecForge's layout, one
 file, 2.5 GB in bfloat16; it becomes a bundle with every check and hash. Each step runs in a fresh process that reports
 its seconds until everything is on disk, those until it returned, imports not counted, and its peak memory, imports
-counted. Copy and conversion take turns, and whoever begins changes. A time is printed only when the bundle's tensors
+counted. Copy and conversion take turns, whoever begins changes, and each waits for an idle machine. A time is printed only when the bundle's tensors
 have the sha256 of the source's.
 """
 
@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import click
@@ -111,12 +112,29 @@ def config() -> dict:
     return fields | {"dspine_hub": {"target": record}}
 
 
+def wait_until_idle(limit_s: float = 30) -> None:
+    """Wait until other work leaves the processors alone for a second: the conversion uses two, the copy one."""
+
+    def ticks():
+        values = [int(value) for value in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+        return values[3], sum(values)
+
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        idle, total = ticks()
+        time.sleep(1)
+        now_idle, now_total = ticks()
+        if now_idle - idle > 0.95 * (now_total - total):
+            return
+
+
 def run_step(step: str, source: Path, out: Path) -> dict:
     """Run one step in a fresh process, with the source in the page cache and everything written back before."""
     with (source / "model.safetensors").open("rb") as file:
         while file.read(PIECE):
             pass
     os.sync()
+    wait_until_idle()
     command = [sys.executable, "-c", MEASURE + STEPS[step] + REPORT, str(source), str(out)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

@@ -18,6 +18,7 @@ from dspine_hub.convert import tensors as stream
 from dspine_hub.convert.detect import detect
 from dspine_hub.convert.formats import FORMATS, RULES, TAP_MEANINGS
 from dspine_hub.convert.settings import read_settings, read_taps
+from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
 from dspine_hub.generation_dspine import TapRecorder
 from dspine_hub.loading import load_drafter_checkpoint
@@ -235,6 +236,17 @@ def test_stream_writes_what_the_library_writes(tmp_path):
     own = (tmp_path / "model.safetensors").read_bytes()
     assert own == (tmp_path / "library.safetensors").read_bytes()
     assert hashes == {"model.safetensors": file_sha256(tmp_path / "model.safetensors")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), -float("nan")], ids=str)
+def test_numbers_that_are_not_finite_are_found_and_extremes_are_not(tmp_path, dtype, value):
+    """Catches a test on bits that misses one sign or one kind, or refuses the largest number there is."""
+    largest = torch.finfo(dtype).max
+    numbers = torch.tensor([0.0, -0.0, 1.0, largest, -largest, torch.finfo(dtype).tiny], dtype=dtype)
+    stream.write_weights(tmp_path, [stream.made("x", numbers)])
+    with pytest.raises(DSpineHubError, match="`x` must hold finite numbers, got 1 that are not"):
+        stream.write_weights(tmp_path, [stream.made("x", torch.cat((numbers, torch.tensor([value], dtype=dtype))))])
 
 
 def test_large_tensors_pass_in_pieces_and_large_files_in_shards(tmp_path, monkeypatch):
