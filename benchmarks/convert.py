@@ -3,8 +3,8 @@
 `python benchmarks/convert.py --out benchmarks/results/convert.json`. The drafter is random, in SpecForge's layout, one
 file, 2.5 GB in bfloat16; it becomes a bundle with every check and hash. Each step runs in a fresh process that reports
 its seconds until everything is on disk, those until it returned, imports not counted, and its peak memory, imports
-counted. Copy and conversion take turns, whoever begins changes, and each waits for an idle machine. A time is printed only when the bundle's tensors
-have the sha256 of the source's.
+counted. Copy and conversion take turns, whoever begins changes, and each waits for an idle machine. A time is printed
+only when the bundle's tensors have the sha256 of the source's.
 """
 
 import json
