@@ -14,7 +14,9 @@ _LAZY = {
     "DSpineHubError": "errors",
     "DSpineStatistics": "generation_dspine",
     "build_bundle": "bundle",
+    "convert_drafter": "api",
     "generate": "api",
+    "load_drafter": "api",
     "summarize": "generation_dspine",
 }
 

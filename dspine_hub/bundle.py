@@ -59,36 +59,65 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
     from dspine_hub.loading import load_drafter_checkpoint
 
     drafter = load_drafter_checkpoint(checkpoint)
+    # the loaded model is turned back and says nothing of it
+    if json.loads((Path(checkpoint) / "config.json").read_text()).get("quantization_config"):
+        raise DSpineHubError(
+            f"`{checkpoint}` must be unquantised, got `quantization_config`: bundle the unquantised drafter, then "
+            "`dspine-hub convert BUNDLE OUT --quantize fp8`"
+        )
     if drafter.config.target is None:
         raise DSpineHubError(
             f"`target` must be recorded in `{checkpoint}/config.json`, got none: a drafter without its target cannot "
             "be paired. Train or convert it with the target at hand."
         )
     with new_folder(out) as work:
-        _write(drafter, Path(checkpoint), work)
-        provenance = {"dspine_hub": __version__, "files": _hashes(work)}
-        if target is not None:
-            from dspine_hub.canary import measure_canary
-
-            provenance["canary"] = measure_canary(work, target)
-        (work / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+        _write_checkpoint(drafter, work)
+        complete_bundle(work, Path(checkpoint), target)
     return out
 
 
-def _write(drafter, checkpoint: Path, folder: Path) -> None:
+def complete_bundle(
+    folder: Path,
+    checkpoint: Path,
+    target: str | Path | None = None,
+    hashes: dict[str, str] | None = None,
+    receipts: bool = True,
+) -> None:
+    """Add to config and weights what makes them a bundle: code, receipts, card, provenance.
+
+    Args:
+        folder (`Path`): Holds `config.json` and weights; gains the rest.
+        checkpoint (`Path`): Where receipts, `card.toml` and `training.json` come from.
+        target (`str` or `Path`, *optional*): As of `build_bundle`.
+        hashes (`dict[str, str]`, *optional*): Weight file -> sha256, of files that were hashed when written.
+        receipts (`bool`): Take receipts over; wrong where the weights are no longer those that were measured.
+    """
+    _add_code_and_card(folder, checkpoint, receipts)
+    provenance = {"dspine_hub": __version__, "files": _hashes(folder, hashes or {})}
+    if target is not None:
+        from dspine_hub.canary import measure_canary
+
+        provenance["canary"] = measure_canary(folder, target)
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _write_checkpoint(drafter, folder: Path) -> None:
     from dspine_hub.loading import cast_for_storage
 
     cast_for_storage(drafter)
     drafter.save_pretrained(folder, max_shard_size="5GB")
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)
+
+
+def _add_code_and_card(folder: Path, checkpoint: Path, receipts: bool) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = AUTO_MAP
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name, source in SHIPPED.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    for receipt in sorted(checkpoint.glob("receipts/*.json")):
+    for receipt in sorted(checkpoint.glob("receipts/*.json") if receipts else ()):
         (folder / "receipts").mkdir(exist_ok=True)
         shutil.copyfile(receipt, folder / "receipts" / receipt.name)
     for name in ("card.toml", "training.json"):
@@ -97,9 +126,10 @@ def _write(drafter, checkpoint: Path, folder: Path) -> None:
     (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
+def _hashes(folder: Path, known: dict[str, str]) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: known.get(name) or file_sha256(path) for name, path in names.items()}
 
 
 def is_bundle(path: str | Path) -> bool:

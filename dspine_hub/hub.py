@@ -48,6 +48,7 @@ from dspine_hub.cards import PLACEHOLDER, check_folder
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.folders import check_free, file_sha256, new_folder
+from dspine_hub.receipts import load_receipts, weights_sha256
 
 # the Hub writes the first itself; the second is where it looks for results
 HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
@@ -242,7 +243,23 @@ def _card_of(folder: Path, repo_id: str, report: Report) -> str:
         report.extend(check_folder(folder, card))
     except DSpineHubError as error:
         report.add("error", "receipt", str(error))
+        return card
+    _check_quantised(folder, report)
     return card
+
+
+def _check_quantised(folder: Path, report: Report) -> None:
+    """Ask for a result of the quantised weights themselves: nothing else shows that they still draft well."""
+    config = _read_flat(folder / "config.json" if (folder / "config.json").is_file() else None)
+    if "quantization_config.quant_method" not in config:
+        return
+    weights = weights_sha256(folder)
+    if all(receipt.drafter.weights_sha256 != weights for receipt in load_receipts(folder / "receipts")):
+        message = (
+            "`receipts` must hold a result measured with these quantised weights, got none: a quantised drafter stays "
+            "lossless and may hardly be accepted."
+        )
+        report.add("error", "quantised", message, "measure the quantised bundle and put its receipt there")
 
 
 def _verify(folder: Path, target: str | Path | None) -> Report:
@@ -413,6 +430,30 @@ def pull(
     with _readable(repo_id, command, token), _hub_bars(progress), new_folder(dest) as work:
         _fetch(repo_id, work, revision, token)
     return dest
+
+
+def fetch_weights(repo_id: str, revision: str | None = None, *, token: str | None = None) -> Path:
+    """Download config, weights and receipts of a repository, and none of its code, into the Hub client's cache.
+
+    Args:
+        repo_id (`str`): `org/name`.
+        revision (`str`, *optional*): Branch, tag or commit; main by default.
+        token (`str`, *optional*): Token instead of the stored one.
+
+    Returns:
+        `Path`: The snapshot's folder, named after its commit.
+
+    Raises:
+        DSpineHubError: When the Hub refuses.
+    """
+    command = f"dspine-hub pull {repo_id} DEST" + (f" --revision {revision}" if revision else "")
+    _check_repo_id(repo_id, command)
+    patterns = ["*.json", "*.safetensors", "card.toml"]
+    with _readable(repo_id, command, token), _hub_bars(False):
+        folder = snapshot_download(
+            repo_id, revision=revision, endpoint=_endpoint(), token=token, allow_patterns=patterns
+        )
+    return Path(folder)
 
 
 def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):

@@ -39,11 +39,12 @@ def check_folder(path: str | Path, what: str) -> Path:
     return path
 
 
-def load_drafter_checkpoint(path: str | Path):
-    """Load a drafter in its stored dtype, refusing any tensor that is missing, unknown or of another shape.
+def load_drafter_checkpoint(path: str | Path, dtype="auto"):
+    """Load a drafter, refusing any tensor that is missing, unknown or of another shape.
 
     Args:
         path (`str` or `Path`): Checkpoint folder.
+        dtype (`torch.dtype`, *optional*): As stored by default. A quantised drafter cannot be cast later.
 
     Returns:
         `DSpineForSpeculation`.
@@ -56,9 +57,12 @@ def load_drafter_checkpoint(path: str | Path):
 
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
     if kind != "dspine":
-        raise DSpineHubError(f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter.")
+        raise DSpineHubError(
+            f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter. If it is one in "
+            f"another format: `dspine-hub convert {folder} OUT`"
+        )
     try:
-        drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        drafter, report = DSpineForSpeculation.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be loaded: {error}") from error
     _check_report(folder, report)

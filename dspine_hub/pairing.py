@@ -96,7 +96,8 @@ def read_drafter_config(source: Source) -> DSpineConfig:
     raw = source.config()
     if raw.get("model_type") != "dspine":
         raise DSpineHubError(
-            f"`model_type` of `{source.name}` must be 'dspine', got {raw.get('model_type')!r}: no DSpine drafter."
+            f"`model_type` of `{source.name}` must be 'dspine', got {raw.get('model_type')!r}: no DSpine drafter. If "
+            f"it is one in another format: `dspine-hub convert {source.name} OUT`"
         )
     try:
         return DSpineConfig(**raw)

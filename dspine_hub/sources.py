@@ -18,11 +18,12 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, Str
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape and dtype of a stored tensor; `dtype` is safetensors' name, like `"BF16"`."""
+    """Name, shape and dtype of a stored tensor; `dtype` is safetensors' name, like `"BF16"`; `size` in bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    size: int = 0
 
 
 class Source:
@@ -45,7 +46,7 @@ class Source:
 
     def read_json(self, name: str) -> dict | None:
         """Read a JSON object, or return `None` when the file is not there."""
-        path = self._file(name)
+        path = self.file(name)
         if path is None:
             return None
         try:
@@ -65,7 +66,7 @@ class Source:
 
     def tokenizer(self):
         """Load the tokenizer, or return `None` when there is none."""
-        if self._file("tokenizer_config.json") is None:
+        if self.file("tokenizer_config.json") is None:
             return None
         from transformers import AutoTokenizer
 
@@ -91,11 +92,40 @@ class Source:
             for name, tensor in file.tensors.items()
         }
 
+    def remote_headers(self) -> dict[str, list[TensorHeader]]:
+        """Read the headers of every safetensors file of a repository, by ranges: no weight is fetched."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        api = HfApi()
+        try:
+            names = [name for name in api.list_repo_files(self.name, revision=self.revision) if "/" not in name]
+            found = {
+                name: api.parse_safetensors_file_metadata(self.name, name, revision=self.revision)
+                for name in sorted(names)
+                if name.endswith(".safetensors")
+            }
+        except (HfHubHTTPError, HTTPError) as error:
+            raise DSpineHubError(f"`{self.name}` must be a repository you can read, got: {error}") from None
+        return {
+            file: [
+                TensorHeader(
+                    name,
+                    tuple(tensor.shape),
+                    str(getattr(tensor.dtype, "value", tensor.dtype)),
+                    tensor.data_offsets[1] - tensor.data_offsets[0],
+                )
+                for name, tensor in metadata.tensors.items()
+            ]
+            for file, metadata in found.items()
+        }
+
     def weight_files(self) -> list[Path]:
         """List the local safetensors files."""
         return sorted(self.folder.glob("*.safetensors")) if self.folder is not None else []
 
-    def _file(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path | None:
+        """Return the local path of a file, fetched when it lies in a repository, or `None` when it is not there."""
         if self.folder is not None:
             path = self.folder / name
             return path if path.is_file() else None

@@ -4,6 +4,7 @@ It is slow and obvious on purpose. Weights are read by name from a drafter's `st
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 
@@ -150,3 +151,21 @@ class Oracle:
             previous = int(ids[pick])
             tokens.append(previous)
         return tokens
+
+    @classmethod
+    def from_tensors(cls, tensors: dict, settings: dict, embedding: torch.Tensor, head: torch.Tensor) -> "Oracle":
+        """Build from plain tensors and numbers, without any drafter of the package."""
+        rope = {"rope_theta": settings["rope_theta"]}
+        config = SimpleNamespace(**settings, rope_parameters=rope)
+        # a backbone has no codes
+        plain = SimpleNamespace(config=config, state_dict=lambda: tensors, transfer_codes=torch.zeros(0))
+        return cls(plain, embedding, head)
+
+    def backbone_block(self, anchor: int, taps: torch.Tensor) -> list[torch.Tensor]:
+        """Run the layers alone, causally, and norm the states: what a drafter is before it has an injection."""
+        context = [self.norm(self.w["fc.weight"] @ row.double(), "hidden_norm.weight") for row in taps]
+        ids = [anchor] + [self.config.mask_token_id] * (self.config.block_size - 1)
+        states = [self.embedding[i] for i in ids]
+        for index in range(self.config.num_hidden_layers):
+            states = self.layer(index, states, context, len(context))
+        return [self.norm(h, "norm.weight") for h in states]

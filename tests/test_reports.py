@@ -77,7 +77,8 @@ REPORTS = {
         "test_modeling.py::test_the_state_dict_has_the_public_names_and_no_embedding_or_head",
         "test_bundle.py::test_bundle_keeps_every_weight_and_names_its_code_locally",
         "test_bundle.py::test_broken_checkpoint_is_refused_and_nothing_is_written",
-        "weights of other formats compared with the target's: comes with conversion",
+        "test_convert.py::test_copies_of_the_targets_tables_are_left_out_when_they_are_equal",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # tap layers guessed by a formula: z-lab/dflash#156, sgl-project/sglang#37475
     "hub-facts 4.9": (
@@ -88,7 +89,7 @@ REPORTS = {
     # `tie_word_embeddings` copied from the target: sgl-project/SpecForge#139
     "hub-facts 4.10": (
         "test_reports.py::test_a_tie_flag_copied_from_the_target_changes_nothing",
-        "the flag in other formats: comes with conversion",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # the wrong target: vllm-project/vllm#18906
     "hub-facts 4.11": (
@@ -101,7 +102,7 @@ REPORTS = {
         "test_cards.py::test_sections_and_snippets",
         "test_sglang.py::test_arguments_are_filled_in",
         "test_sglang_engine.py::test_drafts_are_those_of_the_model_for_the_same_text",
-        "checkpoints in the other convention: come with conversion",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # an architecture that another class claims: vllm-project/vllm#52197
     "hub-facts 4.13": (
@@ -148,10 +149,14 @@ REPORTS = {
     # a checkpoint read as another method's: vllm-project/vllm#52111
     "hub-facts 4.24": (
         "test_bundle.py::test_broken_checkpoint_is_refused_and_nothing_is_written",
-        "source formats told apart by their keys: comes with conversion",
+        "test_convert_refusals.py::test_unknown_format_is_refused_with_its_keys",
+        "test_convert.py::test_converted_checkpoint_computes_what_the_oracle_computes",
     ),
     # d2t absent or all zero: SafeAILab/EAGLE#222
-    "hub-facts 4.25": ("a drafter here always has the target's vocabulary; maps of others come with conversion",),
+    "hub-facts 4.25": (
+        "test_convert.py::test_community_copies_give_the_same_weights",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
+    ),
     # dropped key names: verl-project/verl-SpeCo#62
     "hub-facts 4.26": (
         "test_reports.py::test_a_renamed_tensor_is_named_by_every_reader",
@@ -183,7 +188,7 @@ REPORTS = {
         "test_generation.py::test_taps_are_the_hidden_states_of_transformers",
         "test_pair.py::test_drafts_are_the_recorded_ones",
         "test_sglang_engine.py::test_drafts_are_those_of_the_model_for_the_same_text",
-        "taps of other formats: come with conversion",
+        "test_convert.py::test_tapped_states_are_those_the_ids_mean",
     ),
     # guessed taps: z-lab/dflash#156
     "ask 5": (
@@ -203,7 +208,12 @@ REPORTS = {
         "test_modeling.py::test_a_block_of_another_size_is_refused",
     ),
     # config dialects: sgl-project/sglang#40630, vllm-project/speculators#753
-    "ask 8": ("comes with conversion",),
+    "ask 8": (
+        "test_convert.py::test_round_trips_keep_every_byte_and_every_setting",
+        "test_convert.py::test_speculators_nested_config_is_read",
+        "test_sglang_engine.py::test_the_plugin_registers_everything",
+        "test_sglang.py::test_a_trainers_config_is_read",
+    ),
     # the mask token ignored: sgl-project/SpecForge#604, NVIDIA-NeMo/Automodel#2461
     "ask 9": (
         "test_configuration.py::test_required_fields_are_never_guessed",
@@ -215,7 +225,7 @@ REPORTS = {
     "ask 11": (
         "test_modeling.py::test_the_state_dict_has_the_public_names_and_no_embedding_or_head",
         "test_modeling.py::test_a_bound_drafter_knows_its_target",
-        "heads with a vocabulary of their own: a drafter here has none; others come with conversion",
+        "test_convert_refusals.py::test_mutation_is_refused_with_its_message",
     ),
     # a quantised head: sgl-project/sglang#35534
     "ask 12": (
@@ -227,7 +237,8 @@ REPORTS = {
         "test_reports.py::test_a_drafter_that_is_never_accepted_fails_verify",
         "test_bundle.py::test_float32_checkpoint_is_published_in_bfloat16_but_a_basis_is_not",
         "test_modeling.py::test_a_basis_stays_float32_in_a_bfloat16_load",
-        "integer and fp8 weights: come with quantised drafters",
+        "test_quantize.py::test_linears_of_the_layers_are_rounded_and_nothing_else_is_touched",
+        "test_quantize.py::test_push_asks_for_a_receipt_of_these_very_weights",
     ),
     # sampling that is not lossless or slow: z-lab/dflash#74
     "ask 16": (

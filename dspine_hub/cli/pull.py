@@ -25,4 +25,9 @@ def pull(repo, dest, revision, quiet):
     """
     from dspine_hub.hub import pull as pull_bundle
 
-    click.echo(pull_bundle(repo, dest, revision=revision, progress=sys.stderr.isatty() and not quiet))
+    folder = pull_bundle(repo, dest, revision=revision, progress=sys.stderr.isatty() and not quiet)
+    from dspine_hub.convert.inspection import advice
+
+    if text := advice(folder):
+        click.echo(text, err=True)
+    click.echo(folder)

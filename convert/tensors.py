@@ -1,0 +1,225 @@
+"""Stored tensors, read and written in pieces: a file of any size passes through a few megabytes of memory.
+
+The safetensors library reads headers here, and so finds damaged files; its writer wants every tensor at once, which is
+why this module writes the format itself: the header's length, the header, the data, in the library's own order.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.sources import read_headers
+
+# small enough to stay in the processor's cache between reading, checking, hashing and writing
+PIECE = 1 << 20
+BUFFERS = 8
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# a number is not finite when every bit of its exponent is set: then its bits are the largest there are, read with a
+# sign for positive numbers and without for negative ones; asked so, in one thread, it costs a tenth of asking torch
+EXPONENTS = {torch.bfloat16: (np.uint16, np.int16, 0x7F80), torch.float32: (np.uint32, np.int32, 0x7F800000)}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: name, shape, safetensors' dtype, and where its bytes lie."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    path: Path
+    start: int
+    size: int
+
+    def rows(self, first: int, last: int) -> "StoredTensor":
+        """Return rows `first` to `last` as a tensor of their own."""
+        width = self.size // self.shape[0]
+        return StoredTensor(
+            self.name,
+            (last - first, *self.shape[1:]),
+            self.dtype,
+            self.path,
+            self.start + first * width,
+            (last - first) * width,
+        )
+
+    def load(self) -> torch.Tensor:
+        """Read all of it."""
+        data = bytearray(self.size)
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            file.readinto(data)
+        empty = not self.size
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype]) if empty else self._tensor(data).reshape(self.shape)
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Read it as flat tensors of at most `PIECE` bytes; `BUFFERS` buffers take turns, so keep none longer."""
+        buffers = [bytearray(min(PIECE, self.size)) for _ in range(BUFFERS)]
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            for turn, offset in enumerate(range(0, self.size, PIECE)):
+                view = memoryview(buffers[turn % BUFFERS])[: min(PIECE, self.size - offset)]
+                file.readinto(view)
+                yield self._tensor(view)
+
+    def _tensor(self, data) -> torch.Tensor:
+        return torch.frombuffer(data, dtype=DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to write: its name, its shape, safetensors' dtype, and a function that yields it in flat pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+def made(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Item:
+    """Return the item of a tensor in memory."""
+    dtype = NAMES[tensor.dtype] if dtype is None else dtype
+    flat = tensor.detach().to(DTYPES[dtype]).contiguous().reshape(-1)
+    step = PIECE // flat.element_size()
+    return Item(name, tuple(tensor.shape), dtype, lambda: iter(flat.split(step)) if flat.numel() else iter(()))
+
+
+def list_tensors(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
+    """List the tensors of every safetensors file of a folder, having checked files and index.
+
+    Raises:
+        DSpineHubError: When a file is cut off, or the index and the files disagree.
+    """
+    files = {path: read_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    index = folder / INDEX
+    if not index.is_file():
+        return files
+    try:
+        owners = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise DSpineHubError(f"`{index}` must be a JSON object with a `weight_map`: download it again.") from None
+    for name in sorted(set(owners.values())):
+        if folder / name not in files:
+            raise DSpineHubError(
+                f"`{index.name}` of `{folder}` must name files that exist, got `{name}`, which is missing: download "
+                "it again."
+            )
+    for name, owner in owners.items():
+        if name not in files[folder / owner]:
+            raise DSpineHubError(f"`{owner}` of `{folder}` must hold `{name}`, as `{index.name}` says; it does not.")
+    return files
+
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """List the tensors of one safetensors file; `DSpineHubError` when it is cut off."""
+    read_headers(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            name,
+            tuple(fields["shape"]),
+            fields["dtype"],
+            path,
+            8 + length + fields["data_offsets"][0],
+            fields["data_offsets"][1] - fields["data_offsets"][0],
+        )
+        for name, fields in header.items()
+    }
+
+
+def write_weights(folder: Path, items: list[Item], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
+    """Write `model.safetensors`, or shards and their index.
+
+    Returns:
+        `dict[str, str]`: File name -> sha256.
+    """
+    # the library's order: wide dtypes first, so that every tensor is aligned
+    items = sorted(items, key=lambda item: (-DTYPES[item.dtype].itemsize, item.name))
+    shards, filled = [[]], 0
+    for item in items:
+        if shards[-1] and filled + item.size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.size
+    if len(shards) == 1:
+        return {"model.safetensors": _write_file(folder / "model.safetensors", shards[0])}
+    hashes, owners = {}, {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        hashes[name] = _write_file(folder / name, shard)
+        owners |= {item.name: name for item in shard}
+    total = sum(item.size for item in items)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(owners.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return hashes
+
+
+def _write_file(path: Path, items: list[Item]) -> str:
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for item in items:
+        header[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [end, end + item.size]}
+        end += item.size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
+        start = len(text).to_bytes(8, "little") + text
+        file.write(start)
+        digest.update(start)
+        pending: deque[Future] = deque()
+        for item in items:
+            for piece in item.pieces():
+                data = _checked_bytes(item, piece)
+                pending.append(hasher.submit(digest.update, data))
+                file.write(data)
+                # a reader fills its buffers again in turn: what lies in them must be hashed by then
+                if len(pending) == BUFFERS:
+                    pending.popleft().result()
+        while pending:
+            pending.popleft().result()
+    return digest.hexdigest()
+
+
+def _checked_bytes(item: Item, piece: torch.Tensor) -> memoryview:
+    piece = piece.to(DTYPES[item.dtype])
+    data = piece.view(torch.uint8).numpy()
+    if piece.dtype in EXPONENTS:
+        unsigned, signed, exponent = EXPONENTS[piece.dtype]
+        bits, sign = data.view(unsigned), np.iinfo(signed).max + 1
+        if bits.size and (int(bits.max()) >= sign + exponent or int(data.view(signed).max()) >= exponent):
+            bad = int((~torch.isfinite(piece)).sum())
+            raise DSpineHubError(
+                f"`{item.name}` must hold finite numbers, got {bad} that are not: the source is damaged, or was saved "
+                "after its training diverged."
+            )
+    return memoryview(data)
