@@ -6,7 +6,6 @@ same push run again does what is left.
 """
 
 import contextlib
-import errno
 import hashlib
 import importlib.util
 import io
@@ -16,20 +15,14 @@ import re
 import shutil
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
-    GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
@@ -45,44 +38,22 @@ from huggingface_hub.utils import (
 from dspine_hub._version import __version__
 from dspine_hub.bundle import PICKLES
 from dspine_hub.cards import PLACEHOLDER, check_folder
+from dspine_hub.compare import Difference, compare_folders, hash_files, read_flat, walk
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.folders import check_free, file_sha256, new_folder
+from dspine_hub.folders import check_free, new_folder
+from dspine_hub.hub_errors import check_repo_id, readable, retry_after
 from dspine_hub.receipts import load_receipts, weights_sha256
 
 # the Hub writes the first itself; the second is where it looks for results
 HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
 # the card is made anew after the hashes were taken, and the Hub may edit it
 UNHASHED = ("README.md",)
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
 # the Hub refused these before doing anything, so asking again repeats nothing
 BUSY = (429, 503)
 ATTEMPTS = 4
 WAIT_LIMIT_S = 300
-
-# what went wrong -> what it means, the command that helps; one line for each, used by every function here
-REMEDIES = {
-    400: ("the Hub refused the request as malformed", "{command} --dry-run"),
-    401: ("the Hub does not accept this token, or there is none", "hf auth login"),
-    403: ("this token may not do that: use one with the write role, or propose the change", "{propose}"),
-    404: ("no such repository or revision, or it is private and this token may not see it", "hf auth whoami"),
-    409: ("the Hub has something else under this name, or is busy with it", "hf repos tag list {repo_id}"),
-    412: ("someone else committed meanwhile; nothing of this run was published. Run it again", "{command}"),
-    413: ("a file or request is larger than this Hub accepts. Write smaller shards, then run", "{command}"),
-    429: ("the Hub limits the rate of requests. Wait {retry_after}, then run", "{command}"),
-    503: ("the Hub is unavailable. Nothing half-done is visible there; later run", "{command}"),
-    "namespace": ("this token may not create repositories under that name", "hf auth whoami"),
-    "connection": ("the connection failed. What was uploaded is kept; run", "{command}"),
-    "disk-full": ("the disk is full: free space in the destination, or keep the cache elsewhere", "{elsewhere}"),
-    "gated": ("its owner must grant access first; ask on its page, then run", "{command}"),
-    "not-cached": ("it is not complete in the local cache, and offline mode forbids a download", "{online}"),
-    "offline": ("offline mode forbids asking the Hub", "{online}"),
-    "repo-id": ("a repository is named like `org/name`, of letters, digits, `-`, `_` and `.`", "{command}"),
-    "no-xet": ("this Hub offers no xet storage (404 on the xet token). Use plain LFS", "{no_xet}"),
-    "xet": ("the xet client failed. Use plain LFS", "{no_xet}"),
-}
-SAME_AS_503 = (500, 502, 504)
 
 
 @dataclass(frozen=True)
@@ -128,32 +99,6 @@ class PushResult:
         return {**fields, "files": [vars(entry) for entry in self.files], **self.report.as_dict()}
 
 
-@dataclass
-class Difference:
-    """How two bundles differ; every part is empty when they do not.
-
-    Args:
-        config (`dict`): Dotted key -> `[a, b]`; `None` where a side has no such key.
-        tensors (`dict`): Name -> `[a, b]`, each `{"dtype", "shape", "sha256"}` or `None`.
-        receipts (`dict`): File -> dotted key -> `[a, b]`.
-        files (`dict`): Path -> `[sha256 a, sha256 b]`.
-    """
-
-    config: dict[str, list] = field(default_factory=dict)
-    tensors: dict[str, list] = field(default_factory=dict)
-    receipts: dict[str, dict] = field(default_factory=dict)
-    files: dict[str, list] = field(default_factory=dict)
-
-    @property
-    def identical(self) -> bool:
-        """`True` when every file is."""
-        return not self.files
-
-    def as_dict(self) -> dict:
-        """Return the fields for JSON."""
-        return {"identical": self.identical, **vars(self)}
-
-
 def push(
     folder: str | Path,
     repo_id: str,
@@ -194,7 +139,7 @@ def push(
     folder = Path(folder)
     command = f"dspine-hub push {folder} {repo_id}" + (f" --tag {tag}" if tag else "") + (" --pr" if pr else "")
     command += f" --target {target}" if target is not None else ""
-    _check_repo_id(repo_id, command)
+    check_repo_id(repo_id, command)
     if tag is not None and pr:
         raise DSpineHubError(
             "`tag` and `pr` exclude each other, got both: a tag belongs on the merged commit. After the merge run "
@@ -220,7 +165,7 @@ def push(
         )
     with (
         tempfile.TemporaryDirectory() as scratch,
-        _readable(repo_id, command, token),
+        readable(repo_id, command, token),
         _hub_bars(progress is not None and _uses_xet()),
     ):
         # the folder keeps its placeholder: the same bundle may go to several repositories
@@ -250,7 +195,7 @@ def _card_of(folder: Path, repo_id: str, report: Report) -> str:
 
 def _check_quantised(folder: Path, report: Report) -> None:
     """Ask for a result of the quantised weights themselves: nothing else shows that they still draft well."""
-    config = _read_flat(folder / "config.json" if (folder / "config.json").is_file() else None)
+    config = read_flat(folder / "config.json" if (folder / "config.json").is_file() else None)
     if "quantization_config.quant_method" not in config:
         return
     weights = weights_sha256(folder)
@@ -425,9 +370,9 @@ def pull(
     """
     dest = Path(dest)
     command = f"dspine-hub pull {repo_id} {dest}" + (f" --revision {revision}" if revision else "")
-    _check_repo_id(repo_id, command)
+    check_repo_id(repo_id, command)
     check_free(dest, "dest")
-    with _readable(repo_id, command, token), _hub_bars(progress), new_folder(dest) as work:
+    with readable(repo_id, command, token), _hub_bars(progress), new_folder(dest) as work:
         _fetch(repo_id, work, revision, token)
     return dest
 
@@ -447,9 +392,9 @@ def fetch_weights(repo_id: str, revision: str | None = None, *, token: str | Non
         DSpineHubError: When the Hub refuses.
     """
     command = f"dspine-hub pull {repo_id} DEST" + (f" --revision {revision}" if revision else "")
-    _check_repo_id(repo_id, command)
+    check_repo_id(repo_id, command)
     patterns = ["*.json", "*.safetensors", "card.toml"]
-    with _readable(repo_id, command, token), _hub_bars(False):
+    with readable(repo_id, command, token), _hub_bars(False):
         folder = snapshot_download(
             repo_id, revision=revision, endpoint=_endpoint(), token=token, allow_patterns=patterns
         )
@@ -467,8 +412,8 @@ def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):
         # straight into the folder: through the cache it would take the space twice
         snapshot_download(repo_id, revision=commit, local_dir=work, endpoint=api.endpoint, token=token)
         shutil.rmtree(work / ".cache", ignore_errors=True)
-    files = _walk(work)
-    digests = _digests(files)
+    files = walk(work)
+    digests = hash_files(files)
     problems = [f"`{name}` is missing" for name in sorted(set(expected) - set(files))]
     for name in sorted(set(expected) & set(files)):
         theirs = expected[name]
@@ -513,96 +458,16 @@ def diff(a: str | Path, b: str | Path, *, token: str | None = None) -> Differenc
     Raises:
         DSpineHubError: When one cannot be read.
     """
-    folders = [_local(side, token, f"dspine-hub diff {a} {b}") for side in (a, b)]
-    # the Hub adds its own attributes to every repository
-    files = [{name: path for name, path in _walk(f).items() if name != ".gitattributes"} for f in folders]
-    result = Difference(
-        config=_changes(*(_read_flat(side.get("config.json")) for side in files)),
-        files=_changes(*(_digests(side) for side in files)),
-    )
-    receipts = sorted(name for name in set(files[0]) | set(files[1]) if re.fullmatch(r"receipts/.*\.json", name))
-    for name in set(receipts) & set(result.files):
-        result.receipts[name] = _changes(*(_read_flat(side.get(name)) for side in files))
-    if any(name.endswith(".safetensors") for name in result.files):
-        result.tensors = _changes(*(_tensors(side) for side in files))
-    return result
+    return compare_folders(*(_local(side, token, f"dspine-hub diff {a} {b}") for side in (a, b)))
 
 
 def _local(side: str | Path, token: str | None, command: str) -> Path:
     if Path(side).is_dir():
         return Path(side).resolve()
     repo_id, _, revision = str(side).partition("@")
-    _check_repo_id(repo_id, command)
-    with _readable(repo_id, command, token), _hub_bars(False):
+    check_repo_id(repo_id, command)
+    with readable(repo_id, command, token), _hub_bars(False):
         return Path(snapshot_download(repo_id, revision=revision or None, endpoint=_endpoint(), token=token))
-
-
-def _changes(a: dict, b: dict) -> dict[str, list]:
-    return {key: [a.get(key), b.get(key)] for key in sorted(set(a) | set(b)) if a.get(key) != b.get(key)}
-
-
-def _read_flat(path: Path | None) -> dict:
-    """Read a JSON object as dotted key -> value."""
-    if path is None:
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DSpineHubError(f"`{path}` must be valid JSON: {error}.") from None
-    flat = {}
-
-    def visit(prefix, item):
-        if isinstance(item, dict) and (item or not prefix):
-            for key, inner in item.items():
-                visit(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = item
-
-    visit("", value)
-    return flat
-
-
-def _tensors(files: dict[str, Path]) -> dict[str, dict]:
-    """Hash every stored tensor by its own bytes, so that moving one to another shard is no change."""
-    tensors = {}
-    for name, path in files.items():
-        if not name.endswith(".safetensors"):
-            continue
-        try:
-            with path.open("rb") as file:
-                start = 8 + int.from_bytes(file.read(8), "little")
-                if start > path.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(file.read(start - 8))
-                header.pop("__metadata__", None)
-                for tensor, fields in header.items():
-                    first, last = fields["data_offsets"]
-                    if start + last > path.stat().st_size:
-                        raise ValueError(f"`{tensor}` lies behind its end")
-                    digest = _range_sha256(file, start + first, last - first)
-                    tensors[tensor] = {"dtype": fields["dtype"], "shape": fields["shape"], "sha256": digest}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DSpineHubError(f"`{path}` must be a complete safetensors file: {error}.") from None
-    return tensors
-
-
-def _range_sha256(file, start: int, length: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(start)
-    while length and (piece := file.read(min(length, 1 << 20))):
-        digest.update(piece)
-        length -= len(piece)
-    return digest.hexdigest()
-
-
-def _walk(folder: Path) -> dict[str, Path]:
-    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
-    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-
-
-def _digests(files: dict[str, Path]) -> dict[str, str]:
-    with ThreadPoolExecutor(max_workers=4) as threads:
-        return dict(zip(files, threads.map(file_sha256, files.values()), strict=True))
 
 
 # the wire
@@ -695,14 +560,9 @@ def _patiently(call, *arguments, **keywords):
         except HfHubHTTPError as error:
             if error.response.status_code not in BUSY or attempt == ATTEMPTS - 1:
                 raise
-            wait = _retry_after(error)
+            wait = retry_after(error)
             time.sleep(min(2**attempt if wait is None else wait, WAIT_LIMIT_S))
     raise AssertionError("unreachable")
-
-
-def _retry_after(error: HfHubHTTPError) -> float | None:
-    value = error.response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else None
 
 
 @contextlib.contextmanager
@@ -718,109 +578,3 @@ def _hub_bars(show: bool):
     finally:
         if change:
             (disable_progress_bars if show else enable_progress_bars)()
-
-
-# errors
-
-
-def _check_repo_id(repo_id: str, command: str):
-    bad = not REPO_ID.fullmatch(repo_id) or "--" in repo_id or ".." in repo_id or repo_id.endswith((".git", "-", "."))
-    if bad or len(repo_id.split("/")[1]) > 96:
-        raise _explain("repo-id", repo_id, command.replace(repo_id, "org/name"))
-
-
-@contextlib.contextmanager
-def _readable(repo_id: str, command: str, token: str | None):
-    """Turn what the Hub's client raises into one message that ends with a remedy and shows no token."""
-    try:
-        yield
-    except DSpineHubError:
-        raise
-    except Exception as error:
-        kind, cause = _classify(error)
-        if kind is None:
-            raise
-        detail = f"{cause}".strip().splitlines()
-        message = _explain(kind, repo_id, command, cause, detail[0] if detail else type(cause).__name__)
-        raise DSpineHubError(_without_tokens(str(message), token)) from None
-
-
-def _classify(error: Exception) -> tuple[int | str | None, Exception]:
-    """Return the row of `REMEDIES` for an error or for what caused it, and that cause."""
-    chain, seen = [], error
-    while seen is not None and seen not in chain:
-        chain.append(seen)
-        seen = seen.__cause__
-    # the client wraps: what the Hub answered says more than what was made of it
-    for cause in chain:
-        if isinstance(cause, OfflineModeIsEnabled):
-            offline = isinstance(chain[0], LocalEntryNotFoundError)
-            return ("not-cached" if offline else "offline"), cause
-        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
-            return _kind_of_answer(cause), cause
-    for cause in chain:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "disk-full", cause
-        if isinstance(cause, LocalEntryNotFoundError):
-            return ("not-cached" if constants.HF_HUB_OFFLINE else "connection"), cause
-        if isinstance(cause, HFValidationError):
-            return "repo-id", cause
-        if isinstance(cause, OSError | RuntimeError) and _is_from_xet(cause):
-            return _kind_of_xet_error(str(cause)), cause
-        if isinstance(cause, HTTPError | ConnectionError | TimeoutError):
-            return "connection", cause
-    return None, error
-
-
-def _is_from_xet(error: Exception) -> bool:
-    """Tell whether the xet client raised this: it uses plain built-in errors, so the place says more than the text."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    places = [f"{code.co_name} {Path(code.co_filename).name}" for code in frames]
-    return "xet" in " ".join([*places, type(error).__module__, str(error)]).lower()
-
-
-def _kind_of_answer(error: HfHubHTTPError) -> int | str | None:
-    status = error.response.status_code
-    if isinstance(error, GatedRepoError):
-        return "gated"
-    if status == 404 and "/xet-write-token/" in str(error.response.url):
-        return "no-xet"
-    if status == 403 and str(error.response.url).endswith("/api/repos/create"):
-        return "namespace"
-    # the Hub answers 401 for what does not exist, whoever asks
-    if isinstance(error, RepositoryNotFoundError) and "authorization" in error.response.request.headers:
-        return 404
-    status = 503 if status in SAME_AS_503 else status
-    return status if status in REMEDIES else None
-
-
-def _kind_of_xet_error(text: str) -> int | str:
-    # its own client keeps the Hub's answer only as text
-    match = re.search(r"HTTP status (?:client|server) error \((\d{3})", text)
-    status = int(match[1]) if match else None
-    if status == 404:
-        return "no-xet"
-    return status if status in REMEDIES else "xet"
-
-
-def _explain(kind, repo_id: str, command: str, cause: Exception | None = None, detail: str = "") -> DSpineHubError:
-    meaning, remedy = REMEDIES[kind]
-    wait = _retry_after(cause) if kind == 429 else None
-    words = {
-        "repo_id": repo_id,
-        "command": command,
-        "propose": f"{command} --pr" if " push " in command and "--pr" not in command else "hf auth login",
-        "online": f"HF_HUB_OFFLINE=0 {command}",
-        "no_xet": f"HF_HUB_DISABLE_XET=1 {command}",
-        "elsewhere": f"HF_HOME=/other/disk {command}",
-        "retry_after": "a few minutes" if wait is None else f"{wait:.0f} s",
-    }
-    said = f"{detail.rstrip('.')}. " if detail else ""
-    meaning = meaning.format(**words)
-    return DSpineHubError(f"`{repo_id}`: {said}{meaning[0].upper()}{meaning[1:]}: `{remedy.format(**words)}`")
-
-
-def _without_tokens(text: str, token: str | None) -> str:
-    for secret in filter(None, (token, os.environ.get("HF_TOKEN"), os.environ.get("HUGGING_FACE_HUB_TOKEN"))):
-        text = text.replace(secret, "***")
-    return re.sub(r"\bhf_[A-Za-z0-9]{6,}", "***", text)
