@@ -5,7 +5,7 @@ import torch
 
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.ops_baselines import cycle
-from dspine_hub.ops_bench import Shape, bench_ops, check_round, random_drafter, random_round, round_cost
+from dspine_hub.ops_bench import Shape, bench_ops, check_round, random_drafter, random_round, round_cost, run_round
 
 SMALL = Shape(H=64, R=32, M=16, L=2, N=5, K=8, V=200)
 
@@ -43,6 +43,14 @@ def test_the_floor_counts_every_weight_once():
     assert one["bytes"] == 2 * (weights + request) + 8 * 15 * 256
     assert two["bytes"] - one["bytes"] == 2 * request + 8 * 15 * 256
     assert two["flops"] == 2 * one["flops"]
+
+
+def test_the_operations_trace_without_a_break(drafter):
+    """Catches a wrapper Dynamo cannot follow: `fullgraph` must hold where no kernel runs, too."""
+    inputs = random_round(SMALL, 2, torch.float32, "cpu", seed=1)
+    compiled = torch.compile(lambda one: run_round(drafter, one)[1:3], fullgraph=True, backend="aot_eager")
+    for mine, theirs in zip(compiled(inputs), run_round(drafter, inputs)[1:3], strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_cycle_drafts_and_verifies():
