@@ -393,7 +393,7 @@ def test_uninstalling_leaves_sglang_untouched(tmp_path):
     """Catches a file of SGLang that the package changes, and what stays behind after `pip uninstall`."""
     python, site = venv_without_this_package(tmp_path)
     source = tmp_path / "source"
-    for name in ("dspine_hub", "model_cards"):
+    for name in ("dspine_hub", "model_cards", "convert"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
