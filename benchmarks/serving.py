@@ -308,7 +308,7 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 @click.option("--tokens", default=144, show_default=True, help="Tokens of a long request; a short one has a ninth.")
 @click.option("--repeats", default=5, show_default=True)
 @click.option("--selector-rank", default=256, show_default=True, help="Of the DFlash2-style drafter.")
-@click.option("--conv", nargs=2, type=int, default=(4, 64), show_default=True, help="Its kernel and group; 0 0: none.")
+@click.option("--conv", nargs=2, type=int, default=(2, 16), show_default=True, help="Its kernel and group; 0 0: none.")
 @click.pass_obj
 def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
     """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.

@@ -60,7 +60,7 @@ class _CapturedRows:
 class _Capture:
     """Inputs, outputs and graph of one batch size."""
 
-    def __init__(self, drafter, max_length: int, batch: int, capture: bool):
+    def __init__(self, drafter, tables, max_length: int, batch: int, capture: bool):
         config, device, dtype = drafter.config, drafter.device, drafter.fc.weight.dtype
         self.block = config.block_size
         rows = (batch, config.num_key_value_heads, max_length + self.block, config.head_dim)
@@ -73,7 +73,7 @@ class _Capture:
         self.uniforms = torch.zeros(batch, self.block - 1, device=device)
         # rows already in the buffers, and rows of `context` that count
         self.extent = torch.tensor([0, 1], device=device)
-        self.drafter, self.max_length, self.graph = drafter, max_length, None
+        self.drafter, self.tables, self.max_length, self.graph = drafter, tables, max_length, None
         if capture:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -102,9 +102,9 @@ class _Capture:
             None,
             _CapturedRows(self.keys, self.values, torch.cat((behind, block))),
             anchor=self.anchor,
-            tables=drafter.tables(),
+            tables=self.tables,
         )
-        return drafter.choose(output, self.anchor, self.temperature, self.uniforms)
+        return drafter.choose(output, self.anchor, self.temperature, self.uniforms, self.tables)
 
     def replay(self, past: int, context, anchor, temperature, uniforms):
         """Fill the inputs and draft."""
@@ -143,9 +143,12 @@ class CompiledDraft:
         if max_length <= self.block:
             raise ValueError(f"`max_length` must exceed `block_size` = {self.block}, got {max_length}.")
         self.drafter, self.max_length, self.batch_sizes = drafter, max_length, tuple(batch_sizes)
+        self.tables = drafter.tables()
         self._caches: dict[int, GraphContextCache] = {}
         with torch.no_grad():
-            self._captures = {batch: _Capture(drafter, max_length, batch, capture) for batch in self.batch_sizes}
+            self._captures = {
+                batch: _Capture(drafter, self.tables, max_length, batch, capture) for batch in self.batch_sizes
+            }
 
     def new_cache(self, batch: int) -> GraphContextCache:
         """Hand out the buffers of a batch size, emptied; the cache given out before is spent."""

@@ -320,6 +320,9 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
 
     A drafter owns neither embedding nor LM head: call [`~DSpineForSpeculation.bind`] with the target, or generate
     with [`~DSpineForSpeculation.spec_generate`], which binds. It is not a language model by itself.
+
+    Set `head_messages` to `False` where memory is short: drafting then does without a table of `V * M` values, see
+    [`transfer_tables`], and computes its rows every round.
     """
 
     def __init__(self, config: DSpineConfig):
@@ -340,6 +343,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         self.register_buffer("transfer_ready", torch.tensor(False))
         self._bound: BoundTarget | None = None
         self._checked_tokenizer = None
+        self.head_messages = True
         self._tables: tuple[tuple, TransferTables] | None = None
         self._compiled: CompiledDraft | None = None
         self.post_init()
@@ -480,11 +484,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         """Tell whether `bind` already took this very target's modules."""
         return self._bound is not None and self._bound.head is target.get_output_embeddings()
 
-    def tables(self, head_messages: bool = True) -> TransferTables:
+    def tables(self) -> TransferTables:
         """Return what the operations read at inference, prepared anew when a weight has changed since.
-
-        Args:
-            head_messages (`bool`): See [`transfer_tables`]; the table costs `V * M` values.
 
         Raises:
             ValueError: When the drafter is unbound.
@@ -493,10 +494,10 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         head = self.bound().head.weight
         sources = [*(tensor for layer in layers for tensor in layer), self.transfer_codes, self.norm.weight, head]
         # a version counts writes in place; tensors made in inference mode have none and are not written to
-        key = (head_messages, *((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in sources))
+        key = (self.head_messages, *((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in sources))
         if self._tables is None or self._tables[0] != key:
             tables = transfer_tables(
-                layers, self.transfer_codes, self.norm.weight, self.norm.eps, head, head_messages=head_messages
+                layers, self.transfer_codes, self.norm.weight, self.norm.eps, head, self.head_messages
             )
             self._tables = (key, tables)
         return self._tables[1]
@@ -599,6 +600,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         cache=None,
         past_key_values=None,
         anchor_ids: torch.LongTensor | None = None,
+        tables: TransferTables | None = None,
         **kwargs,
     ) -> DSpineModelOutput:
         """Run one block a request; the signature transformers' own block-drafter generator calls.
@@ -613,6 +615,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
                 `n + N` rows, and the caller crops the last `N`.
             anchor_ids (`torch.Tensor` of shape `[B]`, int64, *optional*): Anchor tokens. Without them they are found
                 by their embedding, which reads the whole embedding table.
+            tables ([`TransferTables`], *optional*): This drafter's own, where the caller has them already.
 
         Returns:
             [`DSpineModelOutput`].
@@ -638,7 +641,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         arguments = (noise_embeds, context_hidden_states, position_ids, mask)
         if torch.is_grad_enabled():
             return self.run_blocks(*arguments, F.embedding(anchor_ids, self.transfer_codes), cache)
-        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=self.tables())
+        tables = self.tables() if tables is None else tables
+        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=tables)
 
     def _anchors_of(self, embeds: torch.Tensor) -> torch.Tensor:
         table = self.bound().embedding.weight
@@ -682,7 +686,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         Raises:
             ValueError: When the drafter is unbound or the temperature negative.
         """
-        device, slots = anchor.device, self.config.block_size - 1
+        device, slots, tables = anchor.device, self.config.block_size - 1, self.tables()
         greedy = not isinstance(temperature, torch.Tensor) and temperature == 0
         if not isinstance(temperature, torch.Tensor):
             if temperature < 0:
@@ -693,7 +697,9 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         uniforms = (
             torch.zeros(shape, device=device) if greedy else torch.rand(shape, generator=generator, device=device)
         )
-        if isinstance(cache, GraphContextCache) and cache.fits(context.shape[1]):
+        # a graph reads the tables it was captured with: once a weight has changed it no longer drafts
+        captured = isinstance(cache, GraphContextCache) and cache.compiled.tables is tables
+        if captured and cache.fits(context.shape[1]):
             return cache.compiled(context, anchor, temperature, uniforms, cache)
         cache = DSpineContextCache() if cache is None else cache
         output = self(
@@ -701,9 +707,10 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             context_hidden_states=context,
             cache=cache,
             anchor_ids=anchor,
+            tables=tables,
         )
         cache.crop(-self.config.block_size)
-        return self.choose(output, anchor, temperature, uniforms)
+        return self.choose(output, anchor, temperature, uniforms, tables)
 
     def append_context(self, context: torch.Tensor, cache: DSpineContextCache) -> None:
         """Put context rows `[B, n, T * H]` into a cache without drafting from them."""
@@ -726,6 +733,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         anchor: torch.LongTensor,
         temperature: torch.FloatTensor,
         uniforms: torch.FloatTensor,
+        tables: TransferTables,
     ) -> DSpineDraft:
         """Choose the tokens of blocks from one pass of the backbone.
 
@@ -733,13 +741,12 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             output ([`DSpineModelOutput`]): Of blocks `[B, N, H]`.
             anchor (`torch.Tensor` of shape `[B]`, int64), temperature (`torch.Tensor` of shape `[B]`, float32),
                 uniforms (`torch.Tensor` of shape `[B, S]`, float32): As of [`candidate_walk`].
+            tables ([`TransferTables`]): This drafter's.
         """
         head = self.bound().head
         logits = head(output.last_hidden_state[:, 1:].to(head.weight.dtype))
         candidates = logits.topk(self.config.num_candidates, dim=-1).indices
-        scores = transition_scores(
-            output.pre_injection_state[:, 1:], candidates, anchor, self.tables(), output.projection
-        )
+        scores = transition_scores(output.pre_injection_state[:, 1:], candidates, anchor, tables, output.projection)
         tokens, q = candidate_walk(scores, candidates, temperature, uniforms)
         return DSpineDraft(tokens=tokens, candidates=candidates, q=q, scores=scores)
 

@@ -80,7 +80,32 @@ def test_tables_follow_the_weights(drafter):
         drafter.injection.message.weight.add_(1)
     after = drafter.tables()
     assert not torch.equal(after.predecessors, before.predecessors)
-    assert drafter.tables(head_messages=False).head_messages is None
+    drafter.head_messages = False
+    assert drafter.tables().head_messages is None
+
+
+def test_a_changed_weight_is_drafted_from_without_the_graph(compiled, taps):
+    """Catches a graph that goes on drafting from tables of weights no longer there: right text, only slow."""
+    context, cache = taps(TEXT, compiled), compiled.new_cache()
+    draft(compiled, context[:, :3], TEXT[3], cache)
+    with torch.no_grad():
+        for write in compiled.injection.writes:
+            write.weight.mul_(-1)
+    found = draft(compiled, context[:, 3:5], TEXT[5], cache, seed=5)
+    expected = draft(compiled, context[:, :5], TEXT[5], DSpineContextCache(), seed=5)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_without_the_table_of_head_messages_are_the_same(drafter, taps):
+    """Catches a setting that drafting does not read, and rows computed otherwise than the table's."""
+    context = taps(TEXT, drafter)
+    expected = draft(drafter, context[:, :5], TEXT[5], None)
+    drafter.head_messages = False
+    found = draft(drafter, context[:, :5], TEXT[5], None)
+    assert drafter._tables[1].head_messages is None
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
 
 
 def test_refusals(drafter):
