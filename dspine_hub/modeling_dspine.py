@@ -600,7 +600,6 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         cache=None,
         past_key_values=None,
         anchor_ids: torch.LongTensor | None = None,
-        tables: TransferTables | None = None,
         **kwargs,
     ) -> DSpineModelOutput:
         """Run one block a request; the signature transformers' own block-drafter generator calls.
@@ -615,7 +614,6 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
                 `n + N` rows, and the caller crops the last `N`.
             anchor_ids (`torch.Tensor` of shape `[B]`, int64, *optional*): Anchor tokens. Without them they are found
                 by their embedding, which reads the whole embedding table.
-            tables ([`TransferTables`], *optional*): This drafter's own, where the caller has them already.
 
         Returns:
             [`DSpineModelOutput`].
@@ -641,8 +639,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         arguments = (noise_embeds, context_hidden_states, position_ids, mask)
         if torch.is_grad_enabled():
             return self.run_blocks(*arguments, F.embedding(anchor_ids, self.transfer_codes), cache)
-        tables = self.tables() if tables is None else tables
-        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=tables)
+        # never an argument of this method: hooks of quantised and dispatched models rebuild arguments as plain tuples
+        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=self.tables())
 
     def _anchors_of(self, embeds: torch.Tensor) -> torch.Tensor:
         table = self.bound().embedding.weight
@@ -707,7 +705,6 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             context_hidden_states=context,
             cache=cache,
             anchor_ids=anchor,
-            tables=tables,
         )
         cache.crop(-self.config.block_size)
         return self.choose(output, anchor, temperature, uniforms, tables)
