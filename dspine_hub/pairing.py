@@ -72,7 +72,17 @@ def check_pair(drafter: str | Path | Source, target: str | Path | Source) -> Rep
     """
     mine = drafter if isinstance(drafter, Source) else Source(drafter)
     theirs = target if isinstance(target, Source) else Source(target)
-    config = read_drafter_config(mine)
+    return check_config(read_drafter_config(mine), mine.config(), theirs)
+
+
+def check_config(config: DSpineConfig, raw: dict, theirs: Source) -> Report:
+    """Check a drafter's config against a target as [`check_pair`] does.
+
+    Args:
+        config ([`DSpineConfig`]): The drafter's.
+        raw (`dict`): The file it was read from, in whatever format.
+        theirs (`Source`): The target.
+    """
     whole = theirs.config()
     # multimodal targets nest the language model's facts
     text = {**whole, **(whole.get("text_config") or {})}
@@ -84,7 +94,7 @@ def check_pair(drafter: str | Path | Source, target: str | Path | Source) -> Rep
     tokenizer = theirs.tokenizer()
     _check_tokenizer(report, config, record, tokenizer, theirs)
     _check_positions(report, config, text)
-    _check_dtype(report, mine.config(), text)
+    _check_dtype(report, raw, text)
     _check_generation(report, record, tokenizer, text)
     return report
 

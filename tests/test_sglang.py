@@ -227,9 +227,10 @@ def test_a_trainers_config_is_read():
 
 
 CONFIGS = {
-    "sliding": ({"layer_types": ["sliding_attention"] * 3}, "sliding windows are not supported"),
+    "sliding": ({"layer_types": ["sliding_attention"] * 3}, "`layer_types` must be 'full_attention' everywhere"),
     "bidirectional": ({"is_causal": False}, "`is_causal` must be true"),
     "no-method": ({"dspine_config": None}, "this is no DSpine drafter"),
+    "two-blocks": ({"dspine_config": {"block_size": 16}}, "`block_size` must be the same wherever it is given"),
 }
 
 
@@ -284,6 +285,21 @@ def test_arguments_that_cannot_work_are_refused(stand_ins, bundle, changes, mess
 def test_no_drafter_is_refused(bundle):
     with pytest.raises(DSpineHubError, match="must name the drafter for DSPINE, got nothing"):
         startup.check_pair_of(server_arguments(None))
+
+
+OTHER_TARGETS = {
+    "hidden-size": ({"hidden_size": 256}, "`hidden_size` of the drafter must equal the target's, got 256"),
+    "layers": ({"num_target_layers": 36}, "`num_target_layers` of the drafter must equal the target's, got 36"),
+    "vocabulary": ({"vocab_size": 9000}, "`vocab_size` of the drafter must equal the target's, got 9000"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHER_TARGETS.values(), ids=OTHER_TARGETS)
+def test_a_trainers_drafter_must_fit_the_target_too(tmp_path, changes, message):
+    """Catches a checkpoint in another format that reaches the engine unchecked."""
+    (tmp_path / "config.json").write_text(json.dumps(trainer_config(**changes)))
+    with pytest.raises(DSpineHubError, match=message):
+        startup.check_pair_of(server_arguments(str(tmp_path)))
 
 
 # the command line

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dspine_hub.api import convert_drafter
 from dspine_hub.bundle import build_bundle
 from dspine_hub.loading import load_drafter_checkpoint
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
 ENGINES = os.environ.get("DSPINE_ENGINES")
 OVERLAYS = os.environ.get("DSPINE_OVERLAYS")
-OLDEST, NEWEST = min(sglang_engines.ENGINES), max(sglang_engines.ENGINES)
+OLDEST, MIDDLE, NEWEST = sorted(sglang_engines.ENGINES)
 LIMIT = 240
 
 PROMPTS = (
@@ -250,6 +251,18 @@ def test_the_name_dflash_serves_the_same_drafter(bundle, plain, tmp_path):
     """Catches a checkpoint that only the name DSPINE can serve."""
     engine = engine_arguments(bundle, "DFLASH", disable_overlap_schedule=True)
     (outputs,) = generate(NEWEST, tmp_path, engine, [greedy(prompt_ids())])
+    assert [output["ids"] for output in outputs] == plain
+    assert_same_acceptance(outputs)
+
+
+def test_a_trainers_export_is_served(plain, tmp_path):
+    """Catches a checkpoint straight from the trainer, without code or record, that is refused or drafts otherwise."""
+    convert_drafter(MINI / "drafter", tmp_path / "export", to_format="specforge")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    # the record of the target is what a trainer's own export lacks
+    del config["dspine_hub"]
+    (tmp_path / "export" / "config.json").write_text(json.dumps(config))
+    (outputs,) = generate(MIDDLE, tmp_path, engine_arguments(tmp_path / "export"), [greedy(prompt_ids())])
     assert [output["ids"] for output in outputs] == plain
     assert_same_acceptance(outputs)
 

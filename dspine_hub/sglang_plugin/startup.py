@@ -5,9 +5,9 @@ import logging
 from huggingface_hub.errors import StrictDataclassError
 
 from dspine_hub.configuration_dspine import DSpineConfig
+from dspine_hub.convert.settings import read_settings
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.findings import Report
-from dspine_hub.pairing import check_pair
+from dspine_hub.pairing import check_config
 from dspine_hub.sources import Source
 
 ALGORITHM = "DSPINE"
@@ -15,8 +15,6 @@ ALGORITHM = "DSPINE"
 DEVICES = ["cuda", "npu", "xpu"]
 # SGLang's own default for this family: every request holds a block of slots
 MAX_RUNNING_REQUESTS = 48
-# keys of the public trainer's `dspine_config` that a config of ours has under another name
-TRAINER_NAMES = {"transfer_rank": "transfer_rank", "message_size": "message_size", "top_k": "num_candidates"}
 
 logger = logging.getLogger(__name__)
 
@@ -34,42 +32,22 @@ def drafter_config(raw: dict) -> DSpineConfig:
     Raises:
         DSpineHubError: When it is neither, or breaks a rule: a window, attention in both directions, unsorted taps.
     """
+    if raw.get("model_type") != DSpineConfig.model_type:
+        if raw.get("dspine_config") is None:
+            raise DSpineHubError(
+                f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} "
+                "without one: this is no DSpine drafter."
+            )
+        return read_settings(raw, "specforge", {})[0]
     try:
-        return DSpineConfig(**(raw if is_ours(raw) else _from_trainer(raw)))
+        return DSpineConfig(**raw)
     except (ValueError, StrictDataclassError) as error:
         raise DSpineHubError(f"`config.json` of the drafter breaks a rule: {error}") from None
-
-
-def is_ours(raw: dict) -> bool:
-    """Tell whether a `config.json` is in this package's format."""
-    return raw.get("model_type") == DSpineConfig.model_type
-
-
-def _from_trainer(raw: dict) -> dict:
-    method, block = raw.get("dspine_config"), raw.get("dflash_config") or {}
-    if method is None:
-        raise DSpineHubError(
-            f"`config.json` must have `model_type` 'dspine' or a `dspine_config`, got {raw.get('model_type')!r} "
-            "without one: this is no DSpine drafter."
-        )
-    known = set(DSpineConfig.__dataclass_fields__) - {"model_type"}
-    fields = {name: value for name, value in raw.items() if name in known}
-    fields.update({ours: method[name] for name, ours in TRAINER_NAMES.items() if name in method})
-    fields.update({name: block[name] for name in ("target_layer_ids", "mask_token_id", "block_size") if name in block})
-    return {**fields, **{name: raw[name] for name in ("rope_theta", "rope_scaling") if raw.get(name) is not None}}
 
 
 def read_config(path: str, revision: str | None = None) -> DSpineConfig:
     """Read the config of a drafter in a folder or repository."""
     return drafter_config(Source(path, revision).config())
-
-
-def pair_report(drafter: Source, target: Source) -> Report:
-    """Check a pair as [`check_pair`] does; of a drafter in the trainer's format, only its config's own rules."""
-    if is_ours(drafter.config()):
-        return check_pair(drafter, target)
-    drafter_config(drafter.config())
-    return Report()
 
 
 def check_pair_of(server_args) -> None:
@@ -84,8 +62,8 @@ def check_pair_of(server_args) -> None:
             f"`--speculative-draft-model-path` must name the drafter for {ALGORITHM}, got nothing: "
             "`dspine-hub serve --target TARGET --drafter DRAFTER` writes the whole command."
         )
-    drafter = Source(path, server_args.speculative_draft_model_revision)
-    report = pair_report(drafter, Source(server_args.model_path, server_args.revision))
+    raw = Source(path, server_args.speculative_draft_model_revision).config()
+    report = check_config(drafter_config(raw), raw, Source(server_args.model_path, server_args.revision))
     for finding in report.findings:
         if finding.severity == "warning":
             logger.warning(f"{ALGORITHM}: {finding.message}")
