@@ -52,6 +52,10 @@ QWEN3_8B = {
 }
 BLOCK = {"block_size": 16, "num_target_layers": 36, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
 DRAFTER = {**QWEN3_8B, **BLOCK, "num_hidden_layers": 5, "attention_bias": False}
+# prompts decoded before and after an endurance run
+PROBES = 32
+# kernels kept of a profile, by falling time
+KERNELS = 40
 
 
 class Run:
@@ -322,7 +326,9 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
         for length in (tokens // 9, tokens) * (repeats + 1):
             sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
             steps.append({"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": batch})
-    table = {batch: {"batch": batch} for batch in batches}
+    # last, since a profiler slows the engine: where the time of the smallest batch goes
+    steps.append({**steps[1], "kind": "profile"})
+    table, profiles = {batch: {"batch": batch} for batch in batches}, {}
     for name, arguments in shapes(run.scratch / "shapes", selector_rank, conv).items():
         done, size = run.engine(steps, **arguments) or [], 2 * (repeats + 1)
         for index, batch in enumerate(batches):
@@ -333,9 +339,14 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
             ]
             if times:
                 table[batch] |= {name: statistics.median(times), f"{name}_spread": max(times) - min(times)}
+        if len(done) == len(steps):
+            # the prompt's own pass is one more beside well over a hundred rounds
+            kernels, count = done[-1]["kernels_us"], max(done[-1]["rounds"])
+            profiles[name] = {kernel: us / count for kernel, us in list(kernels.items())[:KERNELS]}
     protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
     protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
-    save(obj["out"], {"round_us": list(table.values()), "round_protocol": protocol})
+    profile = {"batch": batches[0], "kernels_us_a_round": profiles}
+    save(obj["out"], {"round_us": list(table.values()), "round_protocol": protocol, "round_profile": profile})
 
 
 @main.command()
@@ -363,19 +374,30 @@ def throughput(obj, tokens, levels):
 @click.option("--minutes", default=8.0, show_default=True)
 @click.option("--concurrency", default=32, show_default=True)
 @click.option("--longest", default=4000, show_default=True)
+@click.option("--seed", default=0, show_default=True)
 @click.pass_obj
-def endurance(obj, minutes, concurrency, longest):
-    """Serve a mixed load and watch failures and memory; several runs add up in the result."""
+def endurance(obj, minutes, concurrency, longest, seed):
+    """Serve a mixed load; watch failures, memory, and texts before and after. Several runs add up in the result."""
     config = json.loads((MINI / "target" / "config.json").read_text())
-    step = {"kind": "soak", "minutes": minutes, "concurrency": concurrency, "longest": longest, "seed": 0}
+    step = {"kind": "soak", "minutes": minutes, "concurrency": concurrency, "longest": longest, "seed": seed}
     step["vocabulary"] = config["vocab_size"]
+    prompts = humaneval(obj["prompts"], obj["limit"] or PROBES)
+    sampling = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
+    step["probe"] = {"prompts": prompts, "sampling": sampling, "concurrency": len(prompts), "keep": True}
     done = obj["run"].engine([step], **pair_arguments("dspine", obj["drafter"], None))
     if not done:
         raise click.ClickException("the engine did not finish.")
-    old = (json.loads(obj["out"].read_text()) if obj["out"].is_file() else {}).get("soak", {})
-    total = {name: done[0][name] + old.get(name, 0) for name in ("minutes", "requests", "failed", "aborted")}
-    growth = max(done[0]["memory_growth_mb"], old.get("memory_growth_mb", 0.0))
-    save(obj["out"], {"soak": {**total, "memory_growth_mb": growth}})
+    found, old = done[0], (json.loads(obj["out"].read_text()) if obj["out"].is_file() else {}).get("soak", {})
+    before, after = found["probe"]["before"], found["probe"]["after"]
+    found["probe"] = {
+        "prompts": len(prompts),
+        "equal": sum(a == b for a, b in zip(before["ids"], after["ids"], strict=True)),
+        "tau_before": tau(before["rounds"], before["ids"]),
+        "tau_after": tau(after["rounds"], after["ids"]),
+    }
+    total = {name: found[name] + old.get(name, 0) for name in ("minutes", "requests", "failed", "aborted")}
+    growth = {name: max(found[name], old.get(name, 0.0)) for name in ("memory_growth_mb", "host_growth_mb")}
+    save(obj["out"], {"soak": {**total, **growth, "runs": [*old.get("runs", []), found]}})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,35 @@
 """Run one SGLang engine through a list of steps: `python benchmarks/serving_job.py JOB.json RESULT.json`.
 
 A process of its own, since an engine that fails takes its parents along; results are written after every step.
-A step is `{"kind": "generate" | "soak", ...}`; see the functions below for their fields.
+A step is `{"kind": "generate" | "profile" | "soak", ...}`; see the functions below for their fields.
 """
 
 import asyncio
+import collections
+import gzip
 import json
 import random
 import sys
+import tempfile
 import time
 import uuid
+from pathlib import Path
+
+import psutil
 
 
-def gpu_megabytes() -> float:
-    """Return the memory in use on the first GPU, 0 without one."""
+def memory_megabytes() -> dict[str, float]:
+    """Return what this engine holds: GPU memory of the first GPU (0 without one), host memory of its processes."""
     import torch
 
-    if not torch.cuda.is_available():
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20
+    used = 0.0
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = (total - free) / 2**20
+    me = psutil.Process()
+    # pages that processes share count once, in parts
+    host = sum(process.memory_full_info().pss for process in (me, *me.children(recursive=True)))
+    return {"gpu": used, "host": host / 2**20}
 
 
 def summary(output: dict) -> dict:
@@ -49,14 +59,40 @@ async def generate(engine, step: dict) -> dict:
     return result
 
 
-async def soak(engine, step: dict) -> dict:
-    """Serve a mixed load: lengths, temperatures, aborts.
+async def profile(engine, step: dict) -> dict:
+    """Decode prompts under the engine's profiler; adds `kernels_us`, the time of every kernel in all.
 
-    Fields: `minutes`, `concurrency`, `vocabulary`, `longest` (tokens of prompt and of answer), `seed`.
+    Fields: those of [`generate`], and `activities` (`["GPU"]`; on a CPU its operators are counted, nested ones twice).
     """
-    rng, end = random.Random(step["seed"]), time.monotonic() + 60 * step["minutes"]
+    from sglang.srt.managers.io_struct import ProfileReq
+
+    with tempfile.TemporaryDirectory() as folder:
+        activities = step.get("activities", ["GPU"])
+        request = ProfileReq(output_dir=folder, activities=activities, with_stack=False, record_shapes=False)
+        await engine.tokenizer_manager.start_profile(request)
+        result = await generate(engine, step)
+        await engine.tokenizer_manager.stop_profile()
+        kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if "GPU" in activities else {"cpu_op"}
+        times = collections.Counter()
+        for path in Path(folder).rglob("*.json*"):
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+                for event in json.load(file)["traceEvents"]:
+                    if event.get("cat") in kinds:
+                        times[event["name"][:120]] += event["dur"]
+    return {**result, "kernels_us": dict(times.most_common())}
+
+
+async def soak(engine, step: dict) -> dict:
+    """Serve a mixed load: lengths, temperatures, aborts. Fixed prompts are decoded before and after it.
+
+    Fields: `minutes`, `concurrency`, `vocabulary`, `longest` (tokens of a prompt), `seed`, and `probe`, a step of
+    [`generate`].
+    """
+    rng = random.Random(step["seed"])
     counts = {"requests": 0, "failed": 0, "aborted": 0}
     memory = []
+    before = await generate(engine, step["probe"])
+    end = time.monotonic() + 60 * step["minutes"]
 
     async def client():
         while time.monotonic() < end:
@@ -80,16 +116,31 @@ async def soak(engine, step: dict) -> dict:
 
     async def watch():
         while time.monotonic() < end:
-            memory.append(gpu_megabytes())
+            memory.append(memory_megabytes())
             await asyncio.sleep(5)
 
     await asyncio.gather(watch(), *(client() for _ in range(step["concurrency"])))
+    after = await generate(engine, step["probe"])
+    # refused while a request holds a slot; one that was just aborted may, for a moment
+    for _ in range(20):
+        free = (await engine.tokenizer_manager.flush_cache()).success
+        if free:
+            break
+        await asyncio.sleep(0.5)
     # the first third warms caches and compiled kernels up
     settled = memory[len(memory) // 3 :] or memory
-    return {**counts, "minutes": step["minutes"], "memory_growth_mb": settled[-1] - settled[0]}
+    growth = {name: settled[-1][name] - settled[0][name] for name in settled[0]}
+    return {
+        **counts,
+        "minutes": step["minutes"],
+        "slots_free": free,
+        "memory_growth_mb": growth["gpu"],
+        "host_growth_mb": growth["host"],
+        "probe": {"before": before, "after": after},
+    }
 
 
-STEPS = {"generate": generate, "soak": soak}
+STEPS = {"generate": generate, "profile": profile, "soak": soak}
 
 
 def main(job_file: str, result_file: str) -> None:
@@ -105,13 +156,9 @@ def main(job_file: str, result_file: str) -> None:
         results["steps"].append(engine.loop.run_until_complete(STEPS[step["kind"]](engine, step)))
         with open(result_file, "w") as file:
             json.dump(results, file)
-    try:
-        # refused while a request holds a slot
-        results["idle"] = bool(getattr(engine.flush_cache(), "success", True))
-    finally:
-        results["complete"] = True
-        with open(result_file, "w") as file:
-            json.dump(results, file)
+    results["complete"] = True
+    with open(result_file, "w") as file:
+        json.dump(results, file)
     engine.shutdown()
 
 

@@ -158,6 +158,65 @@ def forms_table(result: dict) -> str:
     return "\n".join([*lines, "", textwrap.fill(note, 118)])
 
 
+def serving_paragraphs(result: dict) -> list[str]:
+    """Render what was seen of DSPINE in SGLang: losslessness, acceptance, cost of a round, throughput, endurance."""
+    greedy, tau, soak = result["greedy"], result["tau"], result["soak"]
+    ranks = result.get("greedy_tp2")
+    texts = (
+        f"DSPINE in SGLang {result['versions']['sglang']} with the mini pair, CUDA graphs on: texts equal to the same "
+        f"engine's without a drafter for at least {greedy['equal']} of {greedy['prompts']} HumanEval prompts of "
+        f"{greedy['max_new_tokens']} tokens at concurrency "
+        f"{', '.join(str(row['concurrency']) for row in greedy['by_concurrency'])} ({greedy['dtype']}). A text that "
+        "differs is judged where it first does: the float32 target's logits of the two tokens lie "
+        f"{greedy['largest_gap']:.1e} apart at most. Acceptance length {tau['sglang']:.2f}, in transformers' loop "
+        f"{tau['transformers']:.2f}."
+    )
+    if ranks:
+        texts += (
+            f" On two GPUs: {ranks['equal']} of {ranks['prompts']}, {ranks['by_concurrency'][0]['tau']:.2f}, gap at "
+            f"most {ranks['largest_gap']:.1e}."
+        )
+    probes = [run["probe"] for run in soak["runs"]]
+    endurance = (
+        f"{soak['minutes']:.0f} minutes of mixed load (prompts of 1 to 4,000 tokens, temperatures, aborts): "
+        f"{soak['requests']} requests, {soak['aborted']} of them aborted, {soak['failed']} failed, GPU memory "
+        f"{soak['memory_growth_mb']:+.0f} MB, host memory {soak['host_growth_mb']:+.0f} MB; of "
+        f"{probes[0]['prompts']} texts decoded before and after, {min(probe['equal'] for probe in probes)} or more "
+        f"are equal. {origin(result)}."
+    )
+    rounds = (
+        "A draft-verify round in the engine at Qwen3-8B's shapes, random weights, one run: how much longer than with "
+        "a DFlash drafter of the same backbone."
+    )
+    tokens = "Tokens a second of the mini target in the engine, against plain decoding in the same run."
+    return [
+        textwrap.fill(texts, 118),
+        textwrap.fill(rounds, 118),
+        rounds_table(result["round_us"]),
+        textwrap.fill(tokens, 118),
+        throughput_table(result["throughput"]),
+        textwrap.fill(endurance, 118),
+    ]
+
+
+def rounds_table(rows: list[dict]) -> str:
+    """Render the cost of a round by drafter."""
+    lines = ["| batch | DFlash, ms | DFlash2 | DSpine |", "|---|---|---|---|"]
+    for row in rows:
+        ratios = " | ".join(f"{row[name] / row['dflash'] - 1:+.1%}" for name in ("dflash2", "dspine"))
+        lines.append(f"| {row['batch']} | {row['dflash'] / 1000:.2f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def throughput_table(rows: list[dict]) -> str:
+    """Render throughput as a ratio to plain decoding."""
+    lines = ["| concurrency | its DFlash backbone alone | DSpine |", "|---|---|---|"]
+    for row in rows:
+        ratios = " | ".join(f"{row[name] / row['plain']:.2f}x" for name in ("dflash", "dspine"))
+        lines.append(f"| {row['concurrency']} | {ratios} |")
+    return "\n".join(lines)
+
+
 def render() -> str:
     """Render everything between the markers."""
     acceptance = load("mini-acceptance.json")
@@ -181,6 +240,8 @@ def render() -> str:
         parts.append(textwrap.fill(conversion_paragraph(load("convert.json")), 118))
     if (RESULTS / "mini-quantized.json").is_file():
         parts.append(forms_table(load("mini-quantized.json")))
+    if (RESULTS / "sglang-h200.json").is_file():
+        parts += serving_paragraphs(load("sglang-h200.json"))
     return "\n\n".join(["", *parts, ""])
 
 

@@ -1,0 +1,52 @@
+"""Small rounds through every kernel, to be run under NVIDIA's checkers on a GPU.
+
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer.py`
+`compute-sanitizer --tool racecheck python tests/sanitizer.py --serial`
+
+Without caching every tensor is an allocation of its own, so that reading past one is seen. A case is a line of output.
+"""
+
+import dataclasses
+import sys
+
+import torch
+
+from dspine_hub.kernels import transition_scores
+from dspine_hub.ops_bench import Shape, random_drafter, random_round, run_round
+
+# sizes that fill no tile, one request, rows beyond a tile, rows beyond those that overlap
+CASES = (
+    (Shape(H=160, R=96, M=40, L=2, N=5, K=5, V=300), 3),
+    (Shape(H=256, R=128, M=64, L=2, V=500), 1),
+    (Shape(H=256, R=256, M=64, L=2, V=500), 5),
+    (Shape(H=256, R=128, M=64, L=2, V=500), 18),
+)
+OPERATIONS = ("adjacent_injection", "transition_scores", "candidate_walk")
+
+
+def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
+    """Run greedy, sampled, and without the `[V, M]` table."""
+    drafter = random_drafter(shape, dtype, "cuda", seed=0)
+    inputs = random_round(shape, batch, dtype, "cuda", seed=0)
+    run_round(drafter, inputs)
+    warm = torch.full((batch,), 0.7, device="cuda")
+    run_round(drafter, inputs._replace(temperature=warm, uniforms=torch.rand_like(inputs.uniforms)))
+    tables = dataclasses.replace(drafter.tables, head_messages=None)
+    transition_scores(inputs.states[-1][:, 1:], inputs.candidates, inputs.anchor, tables)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Run all cases; `--serial` keeps launches from overlapping, for a checker that cannot follow two at once."""
+    if "--serial" in sys.argv[1:]:
+        for name in OPERATIONS:
+            # the functions hide the modules of the same names
+            sys.modules[f"dspine_hub.kernels.{name}"].overlap = lambda x, rows: {"OVERLAP": False}
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape, batch in CASES:
+            run_case(shape, batch, dtype)
+            print("ran", dtype, shape, "batch", batch, flush=True)
+
+
+if __name__ == "__main__":
+    main()
