@@ -123,6 +123,8 @@ def pair_arguments(kind: str, drafter: Path, backbone: Path) -> dict:
         "model_path": MINI / "target",
         "speculative_algorithm": "DSPINE",
         "speculative_draft_model_path": drafter,
+        # a drafter inherits the target's quantisation otherwise
+        "speculative_draft_model_quantization": "unquant",
     }
 
 

@@ -82,6 +82,17 @@ def test_family_comes_from_the_catalog(bundle):
     assert data.tags == ["dspine", "speculative-decoding", "draft-model", "sglang", "qwen3"]
 
 
+def test_the_serving_command_needs_no_remote_code(bundle):
+    text = render_card(bundle())
+    assert "--speculative-draft-model-quantization unquant" in text and "trust-remote-code" not in text
+
+
+def test_no_command_serves_a_quantised_drafter(bundle):
+    """Catches a command the engine refuses."""
+    text = render_card(bundle(quantization_config={"quant_method": "compressed-tensors"}))
+    assert "sglang.launch_server" not in text and "serve the bfloat16 bundle" in text
+
+
 @pytest.mark.parametrize(
     ("identifier", "expected"),
     [

@@ -17,6 +17,7 @@ from sglang_engines import ENGINES
 from test_kernels import FLOAT32, SIZES, injection_weights, weights
 
 from dspine_hub import sglang_plugin
+from dspine_hub.api import convert_drafter
 from dspine_hub.bundle import build_bundle
 from dspine_hub.cli import main
 from dspine_hub.configuration_dspine import DSpineConfig
@@ -300,6 +301,13 @@ def test_a_trainers_drafter_must_fit_the_target_too(tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps(trainer_config(**changes)))
     with pytest.raises(DSpineHubError, match=message):
         startup.check_pair_of(server_arguments(str(tmp_path)))
+
+
+def test_a_quantised_drafter_is_refused(tmp_path):
+    """Catches weights of 8 bits that an engine loads as they are, or refuses without a word about the drafter."""
+    convert_drafter(MINI / "drafter", tmp_path / "fp8", quantize="fp8")
+    with pytest.raises(DSpineHubError, match="Serve the bundle it was quantised from"):
+        startup.check_pair_of(server_arguments(str(tmp_path / "fp8")))
 
 
 # the command line

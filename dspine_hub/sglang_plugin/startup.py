@@ -63,6 +63,12 @@ def check_pair_of(server_args) -> None:
             "`dspine-hub serve --target TARGET --drafter DRAFTER` writes the whole command."
         )
     raw = Source(path, server_args.speculative_draft_model_revision).config()
+    if raw.get("quantization_config"):
+        raise DSpineHubError(
+            f"`quantization_config` of `{path}` must be absent to be served, got "
+            f"{raw['quantization_config'].get('quant_method')!r}: SGLang runs drafters in the engine's dtype. Serve "
+            "the bundle it was quantised from."
+        )
     report = check_config(drafter_config(raw), raw, Source(server_args.model_path, server_args.revision))
     for finding in report.findings:
         if finding.severity == "warning":
