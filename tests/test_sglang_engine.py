@@ -255,16 +255,20 @@ def test_the_name_dflash_serves_the_same_drafter(bundle, plain, tmp_path):
     assert_same_acceptance(outputs)
 
 
-def test_a_trainers_export_is_served(plain, tmp_path):
-    """Catches a checkpoint straight from the trainer, without code or record, that is refused or drafts otherwise."""
+def test_a_trainers_export_is_served_with_cached_prefixes(plain, tmp_path):
+    """Catches a checkpoint straight from the trainer, without code or record, that is refused or drafts otherwise.
+
+    The second time every prompt is a cached prefix, whose rows the drafter must have kept too.
+    """
     convert_drafter(MINI / "drafter", tmp_path / "export", to_format="specforge")
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     # the record of the target is what a trainer's own export lacks
     del config["dspine_hub"]
     (tmp_path / "export" / "config.json").write_text(json.dumps(config))
-    (outputs,) = generate(MIDDLE, tmp_path, engine_arguments(tmp_path / "export"), [greedy(prompt_ids())])
-    assert [output["ids"] for output in outputs] == plain
-    assert_same_acceptance(outputs)
+    engine = engine_arguments(tmp_path / "export", disable_radix_cache=False)
+    for outputs in generate(MIDDLE, tmp_path, engine, [greedy(prompt_ids())] * 2):
+        assert [output["ids"] for output in outputs] == plain
+        assert_same_acceptance(outputs)
 
 
 def free_port():
