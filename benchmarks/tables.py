@@ -158,45 +158,54 @@ def forms_table(result: dict) -> str:
     return "\n".join([*lines, "", textwrap.fill(note, 118)])
 
 
-def serving_paragraphs(result: dict) -> list[str]:
-    """Render what was seen of DSPINE in SGLang: losslessness, acceptance, cost of a round, throughput, endurance."""
-    greedy, tau, soak = result["greedy"], result["tau"], result["soak"]
-    ranks = result.get("greedy_tp2")
-    texts = (
-        f"DSPINE in SGLang {result['versions']['sglang']} with the mini pair, CUDA graphs on: texts equal to the same "
-        f"engine's without a drafter for at least {greedy['equal']} of {greedy['prompts']} HumanEval prompts of "
-        f"{greedy['max_new_tokens']} tokens at concurrency "
-        f"{', '.join(str(row['concurrency']) for row in greedy['by_concurrency'])} ({greedy['dtype']}). A text that "
-        "differs is judged where it first does: the float32 target's logits of the two tokens lie "
-        f"{greedy['largest_gap']:.1e} apart at most. Acceptance length {tau['sglang']:.2f}, in transformers' loop "
-        f"{tau['transformers']:.2f}."
+def serving_parts(result: dict) -> list[str]:
+    """Render what was seen of DSPINE in SGLang, as far as it was measured."""
+    parts = []
+    if "greedy" in result:
+        parts.append(textwrap.fill(texts_paragraph(result), 118))
+    if "round_us" in result:
+        head = (
+            "A draft-verify round in the engine at Qwen3-8B's shapes, random weights, one run: how much longer than "
+            "with a DFlash drafter of the same backbone."
+        )
+        parts += [textwrap.fill(head, 118), rounds_table(result["round_us"])]
+    if "throughput" in result:
+        head = "Tokens a second of the mini target in the engine, against plain decoding in the same run."
+        parts += [head, throughput_table(result["throughput"])]
+    if "soak" in result:
+        parts.append(textwrap.fill(soak_paragraph(result["soak"]), 118))
+    return [*parts, textwrap.fill(f"SGLang {result['versions']['sglang']}, {origin(result)}.", 118)]
+
+
+def texts_paragraph(result: dict) -> str:
+    """Render losslessness and acceptance in an engine."""
+    greedy, tau, ranks = result["greedy"], result["tau"], result.get("greedy_tp2")
+    levels = ", ".join(str(row["concurrency"]) for row in greedy["by_concurrency"])
+    text = (
+        "DSPINE in SGLang with the mini pair, CUDA graphs on: texts equal to the same engine's without a drafter for "
+        f"at least {greedy['equal']} of {greedy['prompts']} HumanEval prompts of {greedy['max_new_tokens']} tokens at "
+        f"concurrency {levels} ({greedy['dtype']}). A text that differs is judged where it first does: the float32 "
+        f"target's logits of the two tokens lie {greedy['largest_gap']:.1e} apart at most. Acceptance length "
+        f"{tau['sglang']:.2f}, in transformers' loop {tau['transformers']:.2f}."
     )
     if ranks:
-        texts += (
+        text += (
             f" On two GPUs: {ranks['equal']} of {ranks['prompts']}, {ranks['by_concurrency'][0]['tau']:.2f}, gap at "
             f"most {ranks['largest_gap']:.1e}."
         )
+    return text
+
+
+def soak_paragraph(soak: dict) -> str:
+    """Render an endurance run."""
     probes = [run["probe"] for run in soak["runs"]]
-    endurance = (
+    return (
         f"{soak['minutes']:.0f} minutes of mixed load (prompts of 1 to 4,000 tokens, temperatures, aborts): "
         f"{soak['requests']} requests, {soak['aborted']} of them aborted, {soak['failed']} failed, GPU memory "
         f"{soak['memory_growth_mb']:+.0f} MB, host memory {soak['host_growth_mb']:+.0f} MB; of "
         f"{probes[0]['prompts']} texts decoded before and after, {min(probe['equal'] for probe in probes)} or more "
-        f"are equal. {origin(result)}."
+        "are equal."
     )
-    rounds = (
-        "A draft-verify round in the engine at Qwen3-8B's shapes, random weights, one run: how much longer than with "
-        "a DFlash drafter of the same backbone."
-    )
-    tokens = "Tokens a second of the mini target in the engine, against plain decoding in the same run."
-    return [
-        textwrap.fill(texts, 118),
-        textwrap.fill(rounds, 118),
-        rounds_table(result["round_us"]),
-        textwrap.fill(tokens, 118),
-        throughput_table(result["throughput"]),
-        textwrap.fill(endurance, 118),
-    ]
 
 
 def rounds_table(rows: list[dict]) -> str:
@@ -241,7 +250,7 @@ def render() -> str:
     if (RESULTS / "mini-quantized.json").is_file():
         parts.append(forms_table(load("mini-quantized.json")))
     if (RESULTS / "sglang-h200.json").is_file():
-        parts += serving_paragraphs(load("sglang-h200.json"))
+        parts += serving_parts(load("sglang-h200.json"))
     return "\n\n".join(["", *parts, ""])
 
 
