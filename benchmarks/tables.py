@@ -138,7 +138,7 @@ def conversion_paragraph(result: dict) -> str:
     return (
         f"Conversion of a {result['gigabytes']:.1f} GB drafter of Qwen3-8B's shape from SpecForge's layout to a "
         f"bundle, every tensor checked and hashed: {result['time_ratio']:.2f} times a plain copy of its files in the "
-        f"same run ({result['rounds']} rounds, medians, until all is on disk, imports not counted), at most "
+        f"same run ({result['rounds']} rounds, totals, until all is on disk, imports not counted), at most "
         f"{result['peak_megabytes']:.0f} MB of memory, interpreter and torch included. {origin(result)}."
     )
 
