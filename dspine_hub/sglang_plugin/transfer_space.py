@@ -7,34 +7,26 @@ row. Everything a round calls here can be captured in a CUDA graph: shapes are s
 import dataclasses
 
 import torch
-from torch import nn
 
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.kernels import (
     InjectedBlock,
-    InjectionWeights,
     SlotProjection,
     TransferTables,
     adjacent_injection,
     transfer_tables,
     transition_scores,
 )
+from dspine_hub.modeling_dspine import AdjacentInjection
 from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
 
-class TransferSpace(nn.Module):
-    """Readouts, writes and gates, named as in a checkpoint below `injection.`, and the tables made of them."""
+class TransferSpace(AdjacentInjection):
+    """The model's own injection, its weights named as in a checkpoint below `injection.`, and tables made of them."""
 
     def __init__(self, config: DSpineConfig):
-        super().__init__()
-        hidden, rank, size = config.hidden_size, config.transfer_rank, config.message_size
-        layers = range(config.num_hidden_layers)
-        self.readouts = nn.ModuleList(nn.Linear(hidden, rank, bias=False) for _ in layers)
-        self.writes = nn.ModuleList(nn.Linear(size, hidden, bias=False) for _ in layers)
-        self.message = nn.Linear(rank, size, bias=False)
-        self.receiver_gate = nn.Linear(rank, size, bias=False)
-        self.predecessor_gate = nn.Linear(rank, size, bias=False)
-        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+        super().__init__(config)
+        self.requires_grad_(False)
         self.tables: TransferTables | None = None
         self._rows_readable = False
 
@@ -48,9 +40,7 @@ class TransferSpace(nn.Module):
             codes (`torch.Tensor` of shape `[V, R]`): Unit code of every token.
             norm: The final RMSNorm, with `weight` and `variance_epsilon`.
         """
-        shared = self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
-        pairs = zip(self.readouts, self.writes, strict=True)
-        layers = [InjectionWeights(readout.weight, write.weight, *shared) for readout, write in pairs]
+        layers = [self.weights(layer) for layer in range(len(self.writes))]
         # the head comes later, when the worker hands it over
         no_head = norm.weight.new_zeros(1, 1).expand(codes.shape[0], norm.weight.shape[0])
         tables = transfer_tables(layers, codes, norm.weight, norm.variance_epsilon, no_head, head_messages=False)
