@@ -5,44 +5,40 @@ before the commit names them, and the tag comes last: killed anywhere, the repos
 same push run again does what is left.
 """
 
-import contextlib
-import hashlib
-import importlib.util
-import io
 import json
 import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import CommitOperationDelete, HfApi, constants, snapshot_download
+from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-    hf_raise_for_status,
-)
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from dspine_hub._version import __version__
 from dspine_hub.bundle import PICKLES
-from dspine_hub.cards import PLACEHOLDER, check_folder
+from dspine_hub.card_checks import check_folder
+from dspine_hub.cards import PLACEHOLDER
 from dspine_hub.compare import Difference, compare_folders, hash_files, read_flat, walk
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.folders import check_free, new_folder
-from dspine_hub.hub_errors import check_repo_id, readable, retry_after
+from dspine_hub.hub_client import (
+    CountedAddition,
+    blob_id,
+    client,
+    endpoint,
+    hub_bars,
+    is_same,
+    patiently,
+    remote_files,
+    uses_xet,
+)
+from dspine_hub.hub_errors import check_repo_id, readable
 from dspine_hub.receipts import load_receipts, weights_sha256
 
 # the Hub writes the first itself; the second is where it looks for results
@@ -50,10 +46,6 @@ HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
 # the card is made anew after the hashes were taken, and the Hub may edit it
 UNHASHED = ("README.md",)
 TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
-# the Hub refused these before doing anything, so asking again repeats nothing
-BUSY = (429, 503)
-ATTEMPTS = 4
-WAIT_LIMIT_S = 300
 
 
 @dataclass(frozen=True)
@@ -166,14 +158,14 @@ def push(
     with (
         tempfile.TemporaryDirectory() as scratch,
         readable(repo_id, command, token),
-        _hub_bars(progress is not None and _uses_xet()),
+        hub_bars(progress is not None and uses_xet()),
     ):
         # the folder keeps its placeholder: the same bundle may go to several repositories
         files["README.md"] = Path(scratch) / "README.md"
         files["README.md"].write_text(card, encoding="utf-8")
         _send(result, files, private, pr, tag, message, token, progress)
         if collection is not None:
-            _patiently(_api(token).add_collection_item, collection, repo_id, "model", exists_ok=True)
+            patiently(client(token).add_collection_item, collection, repo_id, "model", exists_ok=True)
     return result
 
 
@@ -215,28 +207,28 @@ def _verify(folder: Path, target: str | Path | None) -> Report:
 
 def _send(result, files, private, pr, tag, message, token, progress):
     """Bring the repository to `files`, recording in `result` what was done."""
-    api, repo_id = _api(token), result.repo_id
+    api, repo_id = client(token), result.repo_id
     _check_card_remotely(api, result.card, token)
     try:
-        info = _patiently(api.repo_info, repo_id, revision="main")
+        info = patiently(api.repo_info, repo_id, revision="main")
     except RepositoryNotFoundError:
         # `None` leaves an organisation its own default
-        _patiently(api.create_repo, repo_id, private=private or None, exist_ok=True)
-        info = _patiently(api.repo_info, repo_id, revision="main")
+        patiently(api.create_repo, repo_id, private=private or None, exist_ok=True)
+        info = patiently(api.repo_info, repo_id, revision="main")
     if private and info.private is False:
         raise DSpineHubError(
             f"`{repo_id}` exists and is public, so `private` cannot hold. Nothing was sent. Make it private first: "
             f"`hf repos settings {repo_id} --private`"
         )
     head = info.sha
-    remote = _remote_files(api, repo_id, head)
-    additions = [_CountedAddition(name, str(path), progress) for name, path in files.items()]
+    remote = remote_files(api, repo_id, head)
+    additions = [CountedAddition(name, str(path), progress) for name, path in files.items()]
     with ThreadPoolExecutor(max_workers=4) as threads:
-        same = list(threads.map(lambda addition: _is_same(addition, remote.get(addition.path_in_repo)), additions))
+        same = list(threads.map(lambda addition: is_same(addition, remote.get(addition.path_in_repo)), additions))
     changed = [addition for addition, equal in zip(additions, same, strict=True) if not equal]
     stale = sorted(set(remote) - set(files) - {".gitattributes"})
     result.files = _states(additions, changed, remote) + [FileEntry(n, remote[n].size, "deleted") for n in stale]
-    refs = _patiently(api.list_repo_refs, repo_id)
+    refs = patiently(api.list_repo_refs, repo_id)
     tagged = {ref.name: ref.target_commit for ref in refs.tags}.get(tag)
     if tagged is not None and (changed or stale or tagged != head):
         raise DSpineHubError(
@@ -248,7 +240,7 @@ def _send(result, files, private, pr, tag, message, token, progress):
         if changed:
             # an ignore file of the repository must not leave files out of a release
             api.preupload_lfs_files(repo_id, changed, create_pr=pr, gitignore_content="", revision="main")
-        commit = _patiently(
+        commit = patiently(
             api.create_commit,
             repo_id,
             [*changed, *(CommitOperationDelete(name, is_folder=False) for name in stale)],
@@ -258,9 +250,9 @@ def _send(result, files, private, pr, tag, message, token, progress):
         )
         result.committed, result.commit, result.url = True, commit.oid, commit.commit_url
         result.pull_request = commit.pr_url
-        _check_remote(_remote_files(api, repo_id, commit.oid), additions, repo_id, commit.oid)
+        _check_remote(remote_files(api, repo_id, commit.oid), additions, repo_id, commit.oid)
     if tag is not None and tagged is None:
-        _patiently(api.create_tag, repo_id, tag=tag, revision=result.commit)
+        patiently(api.create_tag, repo_id, tag=tag, revision=result.commit)
     result.tag = tag
 
 
@@ -272,6 +264,18 @@ def _states(additions, changed, remote) -> list[FileEntry]:
         state = "unchanged" if name not in names else "changed" if name in remote else "new"
         entries.append(FileEntry(name, addition.upload_info.size, state))
     return entries
+
+
+def _check_remote(remote: dict[str, RepoFile], additions: list, repo_id: str, commit: str):
+    """Compare the committed files with the local ones, by checksum and by name."""
+    names = {addition.path_in_repo for addition in additions}
+    wrong = [a.path_in_repo for a in additions if not is_same(a, remote.get(a.path_in_repo))]
+    wrong += sorted(set(remote) - names - {".gitattributes"})
+    if wrong:
+        raise DSpineHubError(
+            f"`{repo_id}` must hold the files that were sent, got others at commit {commit[:12]}: {wrong}. It was not "
+            "tagged; run the same push again."
+        )
 
 
 def list_files(folder: Path) -> tuple[dict[str, Path], Report]:
@@ -341,7 +345,7 @@ def _check_card_remotely(api: HfApi, card: str, token: str | None):
             return response.json()
         return {}
 
-    problems = [error.get("message") for error in _patiently(ask).get("errors", [])]
+    problems = [error.get("message") for error in patiently(ask).get("errors", [])]
     if problems:
         raise DSpineHubError(
             f"`README.md` must satisfy the Hub, and nothing was sent: {'; '.join(map(str, problems))}. Edit its "
@@ -372,7 +376,7 @@ def pull(
     command = f"dspine-hub pull {repo_id} {dest}" + (f" --revision {revision}" if revision else "")
     check_repo_id(repo_id, command)
     check_free(dest, "dest")
-    with readable(repo_id, command, token), _hub_bars(progress), new_folder(dest) as work:
+    with readable(repo_id, command, token), hub_bars(progress), new_folder(dest) as work:
         _fetch(repo_id, work, revision, token)
     return dest
 
@@ -394,21 +398,21 @@ def fetch_weights(repo_id: str, revision: str | None = None, *, token: str | Non
     command = f"dspine-hub pull {repo_id} DEST" + (f" --revision {revision}" if revision else "")
     check_repo_id(repo_id, command)
     patterns = ["*.json", "*.safetensors", "card.toml"]
-    with readable(repo_id, command, token), _hub_bars(False):
+    with readable(repo_id, command, token), hub_bars(False):
         folder = snapshot_download(
-            repo_id, revision=revision, endpoint=_endpoint(), token=token, allow_patterns=patterns
+            repo_id, revision=revision, endpoint=endpoint(), token=token, allow_patterns=patterns
         )
     return Path(folder)
 
 
 def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):
-    api, expected = _api(token), {}
+    api, expected = client(token), {}
     if constants.HF_HUB_OFFLINE:
         snapshot = snapshot_download(repo_id, revision=revision, local_files_only=True)
         shutil.copytree(snapshot, work, dirs_exist_ok=True)
     else:
-        commit = _patiently(api.repo_info, repo_id, revision=revision or "main").sha
-        expected = _remote_files(api, repo_id, commit)
+        commit = patiently(api.repo_info, repo_id, revision=revision or "main").sha
+        expected = remote_files(api, repo_id, commit)
         # straight into the folder: through the cache it would take the space twice
         snapshot_download(repo_id, revision=commit, local_dir=work, endpoint=api.endpoint, token=token)
         shutil.rmtree(work / ".cache", ignore_errors=True)
@@ -418,14 +422,14 @@ def _fetch(repo_id: str, work: Path, revision: str | None, token: str | None):
     for name in sorted(set(expected) & set(files)):
         theirs = expected[name]
         # what is not in LFS is small
-        ours = digests[name] if theirs.lfs else _git_oid(files[name])
+        ours = digests[name] if theirs.lfs else blob_id(files[name].read_bytes())
         if ours != (theirs.lfs.sha256 if theirs.lfs else theirs.blob_id):
             problems.append(f"`{name}` differs from what the Hub announced")
     problems += _provenance_problems(work, digests)
     if problems:
         raise DSpineHubError(
             f"`{repo_id}` must arrive as it was published, got: {'; '.join(problems)}. Nothing was kept; if a second "
-            f"try says the same, tell its owner: `{_api(token).endpoint}/{repo_id}/discussions`"
+            f"try says the same, tell its owner: `{client(token).endpoint}/{repo_id}/discussions`"
         )
 
 
@@ -466,115 +470,5 @@ def _local(side: str | Path, token: str | None, command: str) -> Path:
         return Path(side).resolve()
     repo_id, _, revision = str(side).partition("@")
     check_repo_id(repo_id, command)
-    with readable(repo_id, command, token), _hub_bars(False):
-        return Path(snapshot_download(repo_id, revision=revision or None, endpoint=_endpoint(), token=token))
-
-
-# the wire
-
-
-class _CountedAddition(CommitOperationAdd):
-    """A file to add that reports how much of it was read for the upload."""
-
-    def __init__(self, path_in_repo: str, path: str, progress: Callable[[str, int, int], None] | None):
-        super().__init__(path_in_repo, path)
-        self.progress = progress
-
-    @contextlib.contextmanager
-    def as_file(self, with_tqdm: bool = False) -> Iterator[io.BufferedIOBase]:
-        if not with_tqdm or self.progress is None:
-            with super().as_file() as file:
-                yield file
-            return
-        with _CountedFile(self.path_or_fileobj) as file:
-            size = self.upload_info.size
-            file.on_read = lambda sent: self.progress(self.path_in_repo, min(sent, size), size)
-            yield file
-
-
-class _CountedFile(io.BufferedReader):
-    """A file that reports its position after each read; a retry seeks back and is reported so."""
-
-    def __init__(self, path: str):
-        super().__init__(io.FileIO(path), 1 << 20)
-        self.on_read = None
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        if self.on_read is not None:
-            self.on_read(self.tell())
-        return data
-
-
-def _endpoint() -> str:
-    # the client reads it once, when it is imported
-    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-
-
-def _api(token: str | None) -> HfApi:
-    return HfApi(endpoint=_endpoint(), token=token, library_name="dspine-hub", library_version=__version__)
-
-
-def _uses_xet() -> bool:
-    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
-
-
-def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
-    entries = _patiently(lambda: list(api.list_repo_tree(repo_id, recursive=True, revision=revision)))
-    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
-
-
-def _git_oid(path: Path) -> str:
-    data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _is_same(addition: CommitOperationAdd, theirs: RepoFile | None) -> bool:
-    if theirs is None or theirs.size != addition.upload_info.size:
-        return False
-    if theirs.lfs is not None:
-        return theirs.lfs.sha256 == addition.upload_info.sha256.hex()
-    # an upload frees its source, and only large files are uploaded
-    with addition.as_file() as file:
-        data = file.read()
-    return theirs.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _check_remote(remote: dict[str, RepoFile], additions: list, repo_id: str, commit: str):
-    """Compare the committed files with the local ones, by checksum and by name."""
-    names = {addition.path_in_repo for addition in additions}
-    wrong = [a.path_in_repo for a in additions if not _is_same(a, remote.get(a.path_in_repo))]
-    wrong += sorted(set(remote) - names - {".gitattributes"})
-    if wrong:
-        raise DSpineHubError(
-            f"`{repo_id}` must hold the files that were sent, got others at commit {commit[:12]}: {wrong}. It was not "
-            "tagged; run the same push again."
-        )
-
-
-def _patiently(call, *arguments, **keywords):
-    """Repeat a call the Hub refused as busy; its client does so for uploads and reads, not for these calls."""
-    for attempt in range(ATTEMPTS):
-        try:
-            return call(*arguments, **keywords)
-        except HfHubHTTPError as error:
-            if error.response.status_code not in BUSY or attempt == ATTEMPTS - 1:
-                raise
-            wait = retry_after(error)
-            time.sleep(min(2**attempt if wait is None else wait, WAIT_LIMIT_S))
-    raise AssertionError("unreachable")
-
-
-@contextlib.contextmanager
-def _hub_bars(show: bool):
-    """Show or hide the client's own progress bars."""
-    hidden = are_progress_bars_disabled()
-    # the user's own setting stands
-    change = constants.HF_HUB_DISABLE_PROGRESS_BARS is None and hidden == show
-    if change:
-        (enable_progress_bars if show else disable_progress_bars)()
-    try:
-        yield
-    finally:
-        if change:
-            (disable_progress_bars if show else enable_progress_bars)()
+    with readable(repo_id, command, token), hub_bars(False):
+        return Path(snapshot_download(repo_id, revision=revision or None, endpoint=endpoint(), token=token))

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from test_receipts import SAMPLED, build_receipt
 
-from dspine_hub.cards import check_card, check_folder, claimed_numbers, is_repo_id, render_card
+from dspine_hub.card_checks import check_card, check_folder, claimed_numbers
+from dspine_hub.cards import is_repo_id, render_card
 from dspine_hub.cli.card import card
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.receipts import load_receipts

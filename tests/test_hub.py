@@ -32,6 +32,7 @@ from dspine_hub.cli.push import push as push_command
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.folders import file_sha256
+from dspine_hub.hub_client import blob_id
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -86,7 +87,7 @@ def sleeps(monkeypatch):
     waits = []
     shim = types.SimpleNamespace(**{**vars(time), "sleep": waits.append})
     monkeypatch.setattr("huggingface_hub.utils._http.time", shim)
-    monkeypatch.setattr("dspine_hub.hub.time", shim)
+    monkeypatch.setattr("dspine_hub.hub_client.time", shim)
     return waits
 
 
@@ -137,7 +138,7 @@ def assert_holds(server, path, revision="main"):
     assert set(files) - {".gitattributes"} == names_in(path)
     for name in names_in(path):
         blob = files[name]
-        assert blob.etag == (file_sha256(path / name) if blob.sha256 else hub._git_oid(path / name)), name
+        assert blob.etag == (file_sha256(path / name) if blob.sha256 else blob_id((path / name).read_bytes())), name
 
 
 # the published drafter, as its users load it
