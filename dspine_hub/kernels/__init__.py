@@ -10,7 +10,7 @@ from .adjacent_injection import (
 )
 from .candidate_walk import candidate_walk, candidate_walk_reference
 from .transfer_tables import InjectionWeights, TransferTables, transfer_tables
-from .transition_scores import slot_projection, transition_scores, transition_scores_reference
+from .transition_scores import predecessors_of, slot_projection, transition_scores, transition_scores_reference
 from .triton_support import use_triton
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "candidate_walk",
     "candidate_walk_reference",
     "inject_message",
+    "predecessors_of",
     "predicted_feature",
     "slot_projection",
     "transfer_tables",

@@ -39,7 +39,7 @@ from .triton_support import (
 )
 
 
-def _predecessors(candidates: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+def predecessors_of(candidates: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     """Shift the candidates right by one slot; the anchor, repeated, precedes slot 1. Returns `[B, S, K]` token ids."""
     first = anchor[:, None, None].expand(-1, 1, candidates.shape[-1])
     return torch.cat((first, candidates[:, :-1]), dim=1)
@@ -71,7 +71,7 @@ def transition_scores_reference(
     """
     receiver = predicted_feature(state, weights.readout)[:, :, None]
     scale = math.sqrt(weights.readout.shape[0])
-    predecessor = scale * F.embedding(_predecessors(candidates, anchor), codes).to(state.dtype)
+    predecessor = scale * F.embedding(predecessors_of(candidates, anchor), codes).to(state.dtype)
     wide = state[:, :, None].expand(-1, -1, candidates.shape[-1], -1)
     refined = inject_message(wide, receiver, predecessor, weights).float()
     normed = (refined * torch.rsqrt(refined.pow(2).mean(-1, keepdim=True) + norm_eps)).to(state.dtype) * norm_weight
@@ -88,7 +88,7 @@ def slot_projection(state: torch.Tensor, tables: TransferTables) -> SlotProjecti
 
 def _scores_torch(state, candidates, anchor, projection, tables) -> torch.Tensor:
     weights = tables.layers[tables.last]
-    message, gate = F.embedding(_predecessors(candidates, anchor), tables.predecessors).float().chunk(2, dim=-1)
+    message, gate = F.embedding(predecessors_of(candidates, anchor), tables.predecessors).float().chunk(2, dim=-1)
     z = message * torch.sigmoid(projection.receiver.float()[:, :, None] + gate + weights.bias.float())  # [B, S, K, M]
     h = state.float()
     square = h.pow(2).sum(dim=-1, keepdim=True)  # [B, S, 1]

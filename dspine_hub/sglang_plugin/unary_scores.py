@@ -14,7 +14,7 @@ last write, `w` the final norm's weight. Source of the method: arXiv 2609.36173.
 import torch
 from torch.nn import functional as F
 
-from dspine_hub.kernels import SlotProjection, TransferTables, predicted_feature
+from dspine_hub.kernels import SlotProjection, TransferTables, predecessors_of, predicted_feature
 
 
 def unary_scores(
@@ -54,9 +54,8 @@ def unary_scores(
 def _messages(state, candidates, anchor, tables, projection) -> torch.Tensor:
     """Gated messages of the predicted predecessor, then of every candidate predecessor, `[B, S, 1 + K, M]`."""
     weights = tables.layers[tables.last]
-    first = anchor[:, None, None].expand(-1, 1, candidates.shape[-1])
-    previous = torch.cat((first, candidates[:, :-1]), dim=1)
-    message, gate = F.embedding(previous, tables.predecessors).chunk(2, dim=-1)  # [B, S, K, M]
+    rows = F.embedding(predecessors_of(candidates, anchor), tables.predecessors)  # [B, S, K, 2M]
+    message, gate = rows.chunk(2, dim=-1)
     # slot 1 follows the anchor itself, later slots the feature predicted one slot to the left
     feature = predicted_feature(state[:, :-1], weights.readout)[:, :, None]
     own = torch.cat((message[:, :1, :1], F.linear(feature, weights.message)), dim=1)
