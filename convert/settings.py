@@ -256,7 +256,7 @@ def _build(fields: dict) -> DSpineConfig:
         return DSpineConfig(**fields)
     except (ValueError, StrictDataclassError) as error:
         # a rule's own sentence comes last
-        raise DSpineHubError(f"the source's config breaks a rule: {_cause(error)}") from None
+        raise DSpineHubError(f"the drafter's config breaks a rule: {_cause(error)}") from None
 
 
 def _cause(error: Exception) -> str:

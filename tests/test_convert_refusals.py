@@ -18,7 +18,7 @@ NO_TAPS = (
     "`aux_hidden_state_layer_ids`, `dflash_config.aux_hidden_state_layer_ids`, `eagle_aux_hidden_state_layer_ids`, "
     "got none: which layers were tapped is a choice made in training, and never guessed."
 )
-RULE = "the source's config breaks a rule: "
+RULE = "the drafter's config breaks a rule: "
 
 
 @pytest.fixture(scope="module")
