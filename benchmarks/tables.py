@@ -243,12 +243,10 @@ def render() -> str:
         ops_table(load("ops-h200.json")),
         "![microseconds a round by batch size](benchmarks/results/ops-h200.svg)",
         textwrap.fill(transfer_paragraph(load("push.json")), 118),
+        textwrap.fill(conversion_paragraph(load("convert.json")), 118),
+        forms_table(load("mini-quantized.json")),
     ]
-    # shown once they are measured on an otherwise idle machine
-    if (RESULTS / "convert.json").is_file():
-        parts.append(textwrap.fill(conversion_paragraph(load("convert.json")), 118))
-    if (RESULTS / "mini-quantized.json").is_file():
-        parts.append(forms_table(load("mini-quantized.json")))
+    # shown once it is measured
     if (RESULTS / "sglang-h200.json").is_file():
         parts += serving_parts(load("sglang-h200.json"))
     return "\n\n".join(["", *parts, ""])
