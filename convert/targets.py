@@ -18,13 +18,14 @@ class TargetFiles:
 
     Args:
         location (`str` or `Path`): Folder or repository.
+        revision (`str`, *optional*): Branch, tag or commit of a repository.
 
     Raises:
         DSpineHubError: When it is neither, or has no config.
     """
 
-    def __init__(self, location: str | Path):
-        self.source = Source(location)
+    def __init__(self, location: str | Path, revision: str | None = None):
+        self.source = Source(location, revision)
         whole = self.source.config()
         # multimodal targets nest the language model's facts
         self.text = {**whole, **(whole.get("text_config") or {})}

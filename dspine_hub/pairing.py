@@ -137,13 +137,6 @@ def _head_header(headers: dict[str, TensorHeader], text: dict) -> TensorHeader |
     return next((headers[name] for name in names if name in headers), None)
 
 
-def head_name(source: Source) -> str | None:
-    """Name the tensor a target's logits come from, or return `None` when it has none under a known name."""
-    whole = source.config()
-    header = _head_header(source.headers(), {**whole, **(whole.get("text_config") or {})})
-    return header and header.name
-
-
 def _check_head(report, config, record, theirs: Source, whole: dict, head: TensorHeader | None) -> None:
     quantised = (whole.get("quantization_config") or {}).get("quant_method")
     if quantised:

@@ -21,11 +21,12 @@ from dspine_hub.api import convert_drafter
 from dspine_hub.bundle import build_bundle
 from dspine_hub.cli import main
 from dspine_hub.configuration_dspine import DSpineConfig
+from dspine_hub.convert.conversion import expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import adjacent_injection, transfer_tables, transition_scores_reference
 from dspine_hub.sglang_plugin import command, doctor, startup
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
-from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
+from dspine_hub.sglang_plugin.tensors import TensorAccount
 from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
 ROOT = Path(__file__).resolve().parents[1]

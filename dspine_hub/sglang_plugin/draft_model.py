@@ -18,10 +18,11 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
+from dspine_hub.convert.conversion import expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
-from dspine_hub.sglang_plugin.tensors import TensorAccount, expected_tensors
+from dspine_hub.sglang_plugin.tensors import TensorAccount
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 from dspine_hub.sglang_plugin.transition_cache import TransitionCache, make_rows
 
