@@ -9,6 +9,7 @@ import collections
 import gzip
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,17 +20,23 @@ import psutil
 
 
 def memory_megabytes() -> dict[str, float]:
-    """Return what this engine holds: GPU memory of the first GPU (0 without one), host memory of its processes."""
+    """Return what the processes of this engine hold: GPU memory (0 without a GPU) and host memory."""
     import torch
 
-    used = 0.0
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = (total - free) / 2**20
     me = psutil.Process()
+    processes = (me, *me.children(recursive=True))
     # pages that processes share count once, in parts
-    host = sum(process.memory_full_info().pss for process in (me, *me.children(recursive=True)))
-    return {"gpu": used, "host": host / 2**20}
+    host = sum(process.memory_full_info().pss for process in processes) / 2**20
+    if not torch.cuda.is_available():
+        return {"gpu": 0.0, "host": host}
+    # of the driver, not of the device, which other engines may share
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    rows = (line.split(", ") for line in subprocess.check_output(query, text=True).splitlines())
+    held = {int(pid): float(used) for pid, used in rows}
+    own = [held[process.pid] for process in processes if process.pid in held]
+    if not own:
+        raise RuntimeError(f"nvidia-smi lists none of this engine's processes, only {sorted(held)}.")
+    return {"gpu": sum(own), "host": host}
 
 
 def summary(output: dict) -> dict:
@@ -90,7 +97,7 @@ async def soak(engine, step: dict) -> dict:
     """
     rng = random.Random(step["seed"])
     counts = {"requests": 0, "failed": 0, "aborted": 0}
-    memory = []
+    memory = [memory_megabytes()]
     before = await generate(engine, step["probe"])
     end = time.monotonic() + 60 * step["minutes"]
 
