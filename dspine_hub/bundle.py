@@ -24,6 +24,7 @@ SHIPPED = {
     "kernels.py": PACKAGE / "kernels" / "__init__.py",
     "adjacent_injection.py": PACKAGE / "kernels" / "adjacent_injection.py",
     "candidate_walk.py": PACKAGE / "kernels" / "candidate_walk.py",
+    "top_candidates.py": PACKAGE / "kernels" / "top_candidates.py",
     "transfer_tables.py": PACKAGE / "kernels" / "transfer_tables.py",
     "transition_scores.py": PACKAGE / "kernels" / "transition_scores.py",
     "triton_support.py": PACKAGE / "kernels" / "triton_support.py",

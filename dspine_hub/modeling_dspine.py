@@ -32,6 +32,7 @@ from .kernels import (
     candidate_walk,
     inject_message,
     predicted_feature,
+    top_candidates,
     transfer_tables,
     transition_scores,
 )
@@ -742,7 +743,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         """
         head = self.bound().head
         logits = head(output.last_hidden_state[:, 1:].to(head.weight.dtype))
-        candidates = logits.topk(self.config.num_candidates, dim=-1).indices
+        _, candidates = top_candidates(logits, self.config.num_candidates)
         scores = transition_scores(output.pre_injection_state[:, 1:], candidates, anchor, tables, output.projection)
         tokens, q = candidate_walk(scores, candidates, temperature, uniforms)
         return DSpineDraft(tokens=tokens, candidates=candidates, q=q, scores=scores)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from dspine_hub.kernels import top_candidates
 from dspine_hub.ops_bench import COPIES, Round, Shape, graph_us
 
 # public DFlash2 drafters: two taps over groups of 16 channels, codebooks of rank 256
@@ -138,7 +139,7 @@ def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 3
         x = hidden
         for layer in backbone:
             x = through(layer, x)
-        candidates = F.linear(x[:, 1:], head).topk(shape.K, dim=-1).indices
+        _, candidates = top_candidates(F.linear(x[:, 1:], head), shape.K)
         x = hidden
         for layer in target:
             x = through(layer, x)

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from dspine_hub.kernels import transition_scores
+from dspine_hub.kernels import top_candidates, transition_scores
 from dspine_hub.ops_bench import Shape, random_drafter, random_round, run_round
 
 # sizes that fill no tile, one request, rows beyond a tile, rows beyond those that overlap
@@ -21,7 +21,7 @@ CASES = (
     (Shape(H=256, R=256, M=64, L=2, V=500), 5),
     (Shape(H=256, R=128, M=64, L=2, V=500), 18),
 )
-OPERATIONS = ("adjacent_injection", "transition_scores", "candidate_walk")
+OPERATIONS = ("adjacent_injection", "transition_scores", "candidate_walk", "top_candidates")
 
 
 def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
@@ -33,6 +33,7 @@ def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
     run_round(drafter, inputs._replace(temperature=warm, uniforms=torch.rand_like(inputs.uniforms)))
     tables = dataclasses.replace(drafter.tables, head_messages=None)
     transition_scores(inputs.states[-1][:, 1:], inputs.candidates, inputs.anchor, tables)
+    top_candidates(torch.randn(batch, shape.N - 1, shape.V, device="cuda").to(dtype), shape.K)
     torch.cuda.synchronize()
 
 

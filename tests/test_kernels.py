@@ -14,6 +14,7 @@ from dspine_hub.kernels import (
     inject_message,
     predicted_feature,
     slot_projection,
+    top_candidates,
     transfer_tables,
     transition_scores,
     transition_scores_reference,
@@ -427,6 +428,7 @@ GOOD_HIDDEN = torch.zeros(2, 4, 17)
             "`temperature`.*`uniforms`",
             id="temperature",
         ),
+        pytest.param(lambda w: top_candidates(torch.zeros(2, 5), 6), r"`count`.*\[1, 5\], got 6", id="count"),
         pytest.param(
             lambda w: lone_scores(**{**w["scores"], "candidates": torch.zeros(2, 2, 4, dtype=torch.long)}),
             r"`candidates`.*\[2, 3\]",

@@ -17,6 +17,7 @@ from dspine_hub.kernels import (
     candidate_walk,
     candidate_walk_reference,
     slot_projection,
+    top_candidates,
     transition_scores,
     triton_support,
     use_triton,
@@ -212,6 +213,36 @@ def test_walk_never_draws_the_impossible():
     candidates = torch.arange(8, device=DEVICE).view(1, 2, 4).expand(2, -1, -1)
     tokens, _ = candidate_walk(scores, candidates, torch.ones(2, device=DEVICE), uniforms)
     assert tokens.tolist() == [[1, 5], [2, 6]]
+
+
+def logits_of(kind, rows, V):
+    g = torch.Generator().manual_seed(7)
+    if kind == "ties":
+        return torch.randint(-2, 2, (rows, V), generator=g).float()
+    if kind == "impossible":
+        return torch.full((rows, V), float("-inf")).index_fill_(1, torch.tensor([0, V - 1]), -3.0)
+    return torch.randn(rows, V, generator=g) - (100 if kind == "negative" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["spread", "negative", "ties", "impossible"])
+@pytest.mark.parametrize(
+    ("rows", "V", "K"), [(3, 3, 1), (2, 97, 5), (5, 128, 16), (4, 300, 16), (2, 5000, 64), (2, 151_936, 16)]
+)
+def test_top_candidates(rows, V, K, kind, dtype):
+    """Catches a group that is skipped, a tail read beyond the row, equal logits taken in an order of chance."""
+    # a view, as the rows of a wider matrix are
+    logits = logits_of(kind, rows, V + 3).to(DEVICE, dtype)[:, :V]
+    values, ids = top_candidates(logits, K)
+    expected = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :K]
+    assert torch.equal(ids, expected)
+    assert torch.equal(values, logits.gather(-1, expected))
+
+
+def test_top_candidates_keeps_the_axes_before():
+    """Catches a result flattened over requests and slots."""
+    logits = torch.randn(2, 3, 300, device=DEVICE)
+    assert torch.equal(top_candidates(logits, 4)[1], logits.topk(4, dim=-1).indices)
 
 
 def test_these_tests_ran_the_kernels():

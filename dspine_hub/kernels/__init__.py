@@ -1,4 +1,4 @@
-"""The three operations DSpine adds to a block drafter, one file each: reference, kernel, public wrapper."""
+"""The three operations DSpine adds to a block drafter, and the choice of candidates; one file each."""
 
 from .adjacent_injection import (
     InjectedBlock,
@@ -9,6 +9,7 @@ from .adjacent_injection import (
     predicted_feature,
 )
 from .candidate_walk import candidate_walk, candidate_walk_reference
+from .top_candidates import top_candidates
 from .transfer_tables import InjectionWeights, TransferTables, transfer_tables
 from .transition_scores import predecessors_of, slot_projection, transition_scores, transition_scores_reference
 from .triton_support import use_triton
@@ -26,6 +27,7 @@ __all__ = [
     "predecessors_of",
     "predicted_feature",
     "slot_projection",
+    "top_candidates",
     "transfer_tables",
     "transition_scores",
     "transition_scores_reference",

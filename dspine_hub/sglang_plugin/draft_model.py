@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from dspine_hub.convert.conversion import expected_tensors
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.kernels import top_candidates
 from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount
@@ -88,7 +89,15 @@ class DSpineDraftModel(DFlash2DraftModel):
     def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the top `K` of the backbone's logits: rows of [`make_rows`] to token ids and logits, each `[n, K]`."""
         self.candidate_selector.attach(self.lm_head)
-        return super().compute_candidates(hidden[:, : self.norm.weight.shape[0]].contiguous())
+        hidden = hidden[:, : self.norm.weight.shape[0]]
+        if not self.injection.rows_readable:
+            # SGLang knows quantised heads, and joins the candidates of all ranks
+            return super().compute_candidates(hidden.contiguous())
+        # rows beyond the vocabulary are padding
+        weight = self.lm_head.weight[: self.lm_head.org_vocab_size]
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight)
+        values, ids = top_candidates(logits, self.candidate_selector.top_k)
+        return ids, self._transform_unary_logits(values)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint, refusing tensors that are unknown, missing or of another shape."""

@@ -28,7 +28,8 @@ class TransferSpace(AdjacentInjection):
         super().__init__(config)
         self.requires_grad_(False)
         self.tables: TransferTables | None = None
-        self._rows_readable = False
+        # whether the head's rows are whole and dense, once it is attached
+        self.rows_readable = False
 
     def prepare(self, codes: torch.Tensor, norm) -> None:
         """Make the tables once all weights are loaded; the codes `[V, R]` are not kept.
@@ -59,7 +60,7 @@ class TransferSpace(AdjacentInjection):
             weight (`torch.Tensor` of shape `[>= V, H]`, *optional*): Its rows, where they are whole and dense.
         """
         self.tables.head_messages.copy_(messages[: self.tables.head_messages.shape[0]])
-        self._rows_readable = weight is not None
+        self.rows_readable = weight is not None
         if weight is not None:
             self.tables = dataclasses.replace(self.tables, head_weight=weight)
 
@@ -87,6 +88,6 @@ class TransferSpace(AdjacentInjection):
         Returns:
             `torch.Tensor` of shape `[B, S, K, K]`, float32.
         """
-        if self._rows_readable:
+        if self.rows_readable:
             return transition_scores(state, candidates, anchor, self.tables, projection)
         return unary_scores(state, candidates, anchor, unary, self.tables, projection)
