@@ -9,6 +9,7 @@ starting engines when `--budget` seconds are spent and keeps what it has.
 import contextlib
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 import click
+from random_weights import dflash2_shapes, dflash_shapes, dspine_shapes, target_shapes, write_checkpoint
 
 from dspine_hub.environment import describe_environment
 from dspine_hub.prompts import read_prompts
@@ -47,6 +49,7 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
+    "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     "dtype": "bfloat16",
 }
@@ -54,7 +57,7 @@ BLOCK = {"block_size": 16, "num_target_layers": 36, "mask_token_id": 151669, "ta
 DRAFTER = {**QWEN3_8B, **BLOCK, "num_hidden_layers": 5, "attention_bias": False}
 # prompts decoded before and after an endurance run
 PROBES = 32
-# kernels kept of a profile, by falling time
+# kernels kept of a profile, by falling time a round
 KERNELS = 40
 
 
@@ -285,7 +288,7 @@ def transformers_tau(obj, tokens, dtype):
 
 
 def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str, dict]:
-    """Write configs at the shapes of Qwen3-8B and return the engine's arguments for every drafter."""
+    """Write checkpoints at the shapes of Qwen3-8B and return the engine's arguments for every drafter."""
     block = {name: BLOCK[name] for name in ("mask_token_id", "target_layer_ids")}
     selector = {"selector_rank": selector_rank, "selector_top_k": 16}
     selector |= {"conv_kernel_size": conv[0], "conv_group_size": conv[1]} if conv[0] else {}
@@ -297,10 +300,12 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
         "dflash": {**qwen, "architectures": ["DFlashDraftModel"], "dflash_config": block},
         "dflash2": {**qwen, "architectures": ["DFlash2DraftModel"], "dflash_config": {**block, **selector}},
     }
+    tensors = {"target": target_shapes(configs["target"]), "dspine": dspine_shapes(configs["dspine"])}
+    tensors["dflash"] = dflash_shapes(tensors["dspine"])
+    tensors["dflash2"] = dflash2_shapes(tensors["dflash"], configs["dflash2"])
     for name, config in configs.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config))
-    common = {"model_path": folder / "target", "load_format": "dummy", "skip_tokenizer_init": True}
+        write_checkpoint(folder / name, config, tensors[name])
+    common = {"model_path": folder / "target", "skip_tokenizer_init": True}
     common |= {"mem_fraction_static": 0.6, "context_length": 4096}
     names = {"dspine": "DSPINE", "dflash": "DFLASH", "dflash2": "DFLASH"}
     return {
@@ -314,25 +319,31 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 @click.option("--tokens", default=144, show_default=True, help="Tokens of a long request; a short one has a ninth.")
 @click.option("--repeats", default=5, show_default=True)
 @click.option("--selector-rank", default=256, show_default=True, help="Of the DFlash2-style drafter.")
+@click.option("--profile", "profiled", multiple=True, type=int, default=(1,), show_default=True, help="Batch sizes.")
 @click.option("--conv", nargs=2, type=int, default=(2, 16), show_default=True, help="Its kernel and group; 0 0: none.")
 @click.pass_obj
-def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
+def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
     """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.
 
     What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel.
     """
-    run, steps = obj["run"], []
-    for batch in batches:
-        prompts = [[100 + row] * 32 for row in range(batch)]
-        # the first pair warms up
-        for length in (tokens // 9, tokens) * (repeats + 1):
-            sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
-            steps.append({"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": batch})
-    # last, since a profiler slows the engine: where the time of the smallest batch goes
-    steps.append({**steps[1], "kind": "profile"})
-    table, profiles = {batch: {"batch": batch} for batch in batches}, {}
+    run, size = obj["run"], 2 * (repeats + 1)
+
+    def step(kind, batch, length):
+        # no two rows alike: a device is slower on numbers that differ
+        rng = random.Random(batch)
+        prompts = [[rng.randrange(QWEN3_8B["vocab_size"]) for _ in range(32)] for _ in range(batch)]
+        sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+        return {"kind": kind, "prompts": prompts, "sampling": sampling, "concurrency": batch}
+
+    # the first pair warms up; profiles come last, since a profiler slows the engine
+    lengths = (tokens // 9, tokens) * (repeats + 1)
+    steps = [step("generate", batch, length) for batch in batches for length in lengths]
+    steps += [step("profile", batch, tokens) for batch in profiled]
+    table = {batch: {"batch": batch} for batch in batches}
+    profiles = {batch: {"batch": batch} for batch in profiled}
     for name, arguments in shapes(run.scratch / "shapes", selector_rank, conv).items():
-        done, size = run.engine(steps, **arguments) or [], 2 * (repeats + 1)
+        done = run.engine(steps, **arguments) or []
         for index, batch in enumerate(batches):
             part = done[index * size + 2 : (index + 1) * size]
             times = [
@@ -341,14 +352,14 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, conv):
             ]
             if times:
                 table[batch] |= {name: statistics.median(times), f"{name}_spread": max(times) - min(times)}
-        if len(done) == len(steps):
-            # the prompt's own pass is one more beside well over a hundred rounds
-            kernels, count = done[-1]["kernels_us"], max(done[-1]["rounds"])
-            profiles[name] = {kernel: us / count for kernel, us in list(kernels.items())[:KERNELS]}
+        for batch, found in zip(profiled, done[len(batches) * size :], strict=False):
+            # the prompt's own pass is one more beside a hundred rounds
+            kernels, count = found["kernels_us"], max(found["rounds"])
+            profiles[batch][name] = {kernel: us / count for kernel, us in list(kernels.items())[:KERNELS]}
     protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
     protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
-    profile = {"batch": batches[0], "kernels_us_a_round": profiles}
-    save(obj["out"], {"round_us": list(table.values()), "round_protocol": protocol, "round_profile": profile})
+    part = {"round_us": list(table.values()), "round_protocol": protocol, "round_profile": list(profiles.values())}
+    save(obj["out"], part)
 
 
 @main.command()
