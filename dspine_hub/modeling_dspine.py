@@ -49,8 +49,8 @@ class DSpineModelOutput(ModelOutput):
         pre_injection_state (`torch.Tensor` of shape `[B, Q, H]`): States of the last layer before its injection.
         layer_features (`tuple[torch.Tensor]` of `L` tensors of shape `[B, Q, R]`, *optional*): Predicted features
             after each layer's write, when `output_features=True`.
-        projection ([`SlotProjection`], *optional*): What the last injection knows of its slots, when it ran from
-            prepared tables.
+        projection ([`SlotProjection`], *optional*): What the last injection knows of its rows, each `[B, N, M]`, when
+            it ran from prepared tables.
     """
 
     last_hidden_state: torch.FloatTensor | None = None
@@ -744,7 +744,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         head = self.bound().head
         logits = head(output.last_hidden_state[:, 1:].to(head.weight.dtype))
         _, candidates = top_candidates(logits, self.config.num_candidates)
-        scores = transition_scores(output.pre_injection_state[:, 1:], candidates, anchor, tables, output.projection)
+        state, projection = output.pre_injection_state[:, 1:], output.projection.slots()
+        scores = transition_scores(state, candidates, anchor, tables, projection)
         tokens, q = candidate_walk(scores, candidates, temperature, uniforms)
         return DSpineDraft(tokens=tokens, candidates=candidates, q=q, scores=scores)
 

@@ -111,7 +111,8 @@ def run_round(drafter: Drafter, inputs: Round):
     for layer, state in enumerate(inputs.states):
         hidden, projection = adjacent_injection(state, inputs.anchor, layer, drafter.tables)
         written.append(hidden)
-    scores = transition_scores(inputs.states[-1][:, 1:], inputs.candidates, inputs.anchor, drafter.tables, projection)
+    state = inputs.states[-1][:, 1:]
+    scores = transition_scores(state, inputs.candidates, inputs.anchor, drafter.tables, projection.slots())
     return written, scores, *candidate_walk(scores, inputs.candidates, inputs.temperature, inputs.uniforms)
 
 
@@ -381,7 +382,7 @@ def transition_row(drafters: list[Drafter], inputs: list[Round]) -> dict:
     ready = []
     for drafter, one in zip(drafters, inputs, strict=True):
         last = drafter.tables.last
-        projection = adjacent_injection(one.states[-1], one.anchor, last, drafter.tables).projection
+        projection = adjacent_injection(one.states[-1], one.anchor, last, drafter.tables).projection.slots()
         ready.append((one.states[-1][:, 1:], one.candidates, one.anchor, drafter, projection))
 
     def ours(state, candidates, anchor, drafter, projection):

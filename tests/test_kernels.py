@@ -82,9 +82,8 @@ def message_scores(state, candidates, anchor, **w):
     """Scores as a round computes them: from tables and from what the last injection returned."""
     tables = tables_of(w)
     hidden = torch.cat((torch.ones_like(state[:, :1]), state), dim=1)
-    return transition_scores(
-        state, candidates, anchor, tables, adjacent_injection(hidden, anchor, 0, tables).projection
-    )
+    projection = adjacent_injection(hidden, anchor, 0, tables).projection
+    return transition_scores(state, candidates, anchor, tables, projection.slots())
 
 
 def lone_scores(state, candidates, anchor, **w):
@@ -475,7 +474,7 @@ def test_the_projection_is_that_of_the_states_before_the_write():
     w = weights(5, 17, 3, 29)
     tables, hidden = tables_of(w), torch.randn(2, 4, 17)
     found = adjacent_injection(hidden, torch.arange(2), 0, tables).projection
-    for mine, alone in zip(found, slot_projection(hidden[:, 1:], tables), strict=True):
+    for mine, alone in zip(found.slots(), slot_projection(hidden[:, 1:], tables), strict=True):
         torch.testing.assert_close(mine, alone)
 
 

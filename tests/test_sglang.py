@@ -49,7 +49,7 @@ def block_of(size, seed=3):
     unary, candidates = logits.topk(K, dim=-1)
     head = (w["norm_weight"], w["norm_eps"], w["head_weight"])
     expected = transition_scores_reference(hidden[:, 1:], candidates, anchor, w["codes"], layers[0], *head)
-    return tables, projection, hidden[:, 1:], candidates, anchor, unary, expected
+    return tables, projection.slots(), hidden[:, 1:], candidates, anchor, unary, expected
 
 
 @pytest.mark.parametrize(("B", "S", "K", "V", "H", "R", "M"), SIZES)

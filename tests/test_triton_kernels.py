@@ -94,7 +94,7 @@ def test_injection(B, S, K, V, H, R, M, dtype):
     assert_near(found.hidden, written, dtype)
     assert torch.equal(found.hidden[:, 0], hidden[:, 0])
     for mine, alone in zip(
-        found.projection, slot_projection(hidden[:, 1:].cpu().double(), tables_of(exact)), strict=True
+        found.projection.slots(), slot_projection(hidden[:, 1:].cpu().double(), tables_of(exact)), strict=True
     ):
         assert_near(mine, alone, dtype)
     again = adjacent_injection(hidden, anchor, 0, tables_of(w))
@@ -131,7 +131,7 @@ def test_scores(B, S, K, V, H, R, M, head_messages, dtype):
     tables = tables_of(w, head_messages=head_messages)
     state, candidates, anchor = inputs["state"], inputs["candidates"], inputs["anchor"]
     hidden = torch.cat((state[:, :1], state), dim=1)
-    projection = adjacent_injection(hidden, anchor, 0, tables).projection
+    projection = adjacent_injection(hidden, anchor, 0, tables).projection.slots()
     expected = hidden_scores(**wide(inputs))
     # a view without its anchor row, as a drafter hands it over
     assert_near(transition_scores(hidden[:, 1:], candidates, anchor, tables, projection), expected, dtype)
@@ -179,7 +179,8 @@ def test_zero_states():
     injected = adjacent_injection(hidden, inputs["anchor"], 0, tables)
     assert torch.equal(injected.hidden[:, 2], torch.zeros(2, 17, device=DEVICE))
     assert bool(injected.hidden.isfinite().all())
-    scores = transition_scores(hidden[:, 1:], inputs["candidates"], inputs["anchor"], tables, injected.projection)
+    projection = injected.projection.slots()
+    scores = transition_scores(hidden[:, 1:], inputs["candidates"], inputs["anchor"], tables, projection)
     assert torch.equal(scores[:, 1], torch.zeros(2, 4, 4, device=DEVICE))
     assert_near(scores, hidden_scores(**wide(inputs)), torch.float32)
 

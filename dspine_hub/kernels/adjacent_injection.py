@@ -33,15 +33,19 @@ from .triton_support import Tile, cdiv, dot_precision, jit, overlap, pick_tile, 
 
 
 class SlotProjection(NamedTuple):
-    """What the last layer's injection already knows of its slots, for the transition.
+    """What the last layer's injection already knows of rows, for the transition.
 
     Args:
-        receiver (`torch.Tensor` of shape `[B, S, M]`): Receiver gate before bias and sigmoid.
-        update (`torch.Tensor` of shape `[B, S, M]`): `W^T h` of the state before the write.
+        receiver (`torch.Tensor` of shape `[B, n, M]`): Receiver gate before bias and sigmoid.
+        update (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write.
     """
 
     receiver: torch.Tensor
     update: torch.Tensor
+
+    def slots(self) -> SlotProjection:
+        """Leave the anchors' rows of a block out: `[B, N, M]` to `[B, S, M]`."""
+        return SlotProjection(self.receiver[:, 1:], self.update[:, 1:])
 
 
 class InjectedBlock(NamedTuple):
@@ -49,7 +53,7 @@ class InjectedBlock(NamedTuple):
 
     Args:
         hidden (`torch.Tensor` of shape `[B, N, H]`): States after the write.
-        projection ([`SlotProjection`], *optional*): Of the last layer.
+        projection ([`SlotProjection`], *optional*): Of the last layer, each `[B, N, M]`; row 0 means nothing.
     """
 
     hidden: torch.Tensor
@@ -113,15 +117,16 @@ def adjacent_injection_reference(
 
 
 def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
-    weights, state = tables.layers[layer], hidden[:, 1:]
-    feature = predicted_feature(state, weights.readout)
+    weights = tables.layers[layer]
+    feature = predicted_feature(hidden, weights.readout)
     receiver = F.linear(feature, weights.receiver_gate)
     message, gate = F.embedding(anchor, tables.predecessors)[:, None].chunk(2, dim=-1)
-    message = torch.cat((message, F.linear(feature[:, :-1], weights.message)), dim=1)
-    gate = torch.cat((gate, F.linear(feature[:, :-1], weights.predecessor_gate)), dim=1)
-    written = _write_message(state, torch.sigmoid(receiver + gate + weights.bias) * message, weights.write)
-    projection = SlotProjection(receiver, torch.matmul(state, weights.write)) if layer == tables.last else None
-    return InjectedBlock(torch.cat((hidden[:, :1], written), dim=1), projection)
+    message = torch.cat((message, F.linear(feature[:, 1:-1], weights.message)), dim=1)
+    gate = torch.cat((gate, F.linear(feature[:, 1:-1], weights.predecessor_gate)), dim=1)
+    message = torch.sigmoid(receiver[:, 1:] + gate + weights.bias) * message
+    written = torch.cat((hidden[:, :1], _write_message(hidden[:, 1:], message, weights.write)), dim=1)
+    projection = SlotProjection(receiver, torch.matmul(hidden, weights.write)) if layer == tables.last else None
+    return InjectedBlock(written, projection)
 
 
 @jit
@@ -550,9 +555,8 @@ def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, table
     written = _write(rows, z, square, weights.write).view(hidden.shape)
     if not last:
         return InjectedBlock(written, None)
-    slots = (hidden.shape[0], hidden.shape[1], -1)
     update = products[:, weights.readout.shape[0] :]
-    return InjectedBlock(written, SlotProjection(gate.view(slots)[:, 1:], update.unflatten(0, slots[:2])[:, 1:]))
+    return InjectedBlock(written, SlotProjection(*(x.unflatten(0, hidden.shape[:2]) for x in (gate, update))))
 
 
 def adjacent_injection(

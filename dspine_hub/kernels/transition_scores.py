@@ -372,7 +372,8 @@ def transition_scores(
         candidates (`torch.Tensor` of shape `[B, S, K]`, int64): Token ids of each slot's candidates.
         anchor (`torch.Tensor` of shape `[B]`, int64): Token ids of the anchors, the predecessors of slot 1.
         tables ([`TransferTables`]): Prepared weights.
-        projection ([`SlotProjection`], *optional*): What the last layer's injection returned; computed when absent.
+        projection ([`SlotProjection`], *optional*): The slots of what the last layer's injection returned; computed
+            when absent.
 
     Returns:
         `torch.Tensor` of shape `[B, S, K, K]`, float32: `scores[b, s, c, d]`, logit of candidate `d` of slot `s` after

@@ -18,13 +18,12 @@ def make_rows(normed: torch.Tensor, state: torch.Tensor, projection: SlotProject
 
     Args:
         normed, state (`torch.Tensor` of shape `[B * N, H]`): Final states, and states before the last injection.
-        projection ([`SlotProjection`]): Of the slots, each `[B, S, M]`; the anchor's row gets zeros.
+        projection ([`SlotProjection`]): Of the last injection, each `[B, N, M]`.
 
     Returns:
         `torch.Tensor` of shape `[B * N, 2 H + 2 M]`.
     """
-    slots = torch.nn.functional.pad(torch.cat(projection, dim=-1), (0, 0, 1, 0))
-    return torch.cat((normed, state, slots.flatten(0, 1)), dim=-1)
+    return torch.cat((normed, state, *(x.flatten(0, 1) for x in projection)), dim=-1)
 
 
 def take_rows(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, SlotProjection]:
@@ -116,5 +115,5 @@ class TransitionCache:
         Returns:
             `tuple` of tokens `[B, S]` and the rows of `K` probabilities they were drawn from, `[B, S, K]`.
         """
-        temperatures = torch.where(greedy_mask, torch.zeros_like(temperatures), temperatures)
+        temperatures = torch.where(greedy_mask, 0.0, temperatures)
         return candidate_walk(scores, candidate_ids, temperatures, uniforms)
