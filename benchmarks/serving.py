@@ -8,6 +8,7 @@ starting engines when `--budget` seconds are spent and keeps what it has.
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -181,8 +182,18 @@ def divergences(prompts, plain, found) -> list[dict]:
         with torch.no_grad():
             logits = target(torch.tensor([ids + a[:place]], device=target.device)).logits[0, -1]
         gap = float((logits[a[place]] - logits[b[place]]).abs())
-        gaps.append({"prompt": number, "position": place, "plain": a[place], "speculative": b[place], "gap": gap})
+        # the next number bfloat16 knows beside a logit of this size
+        spacing = 2.0 ** (math.frexp(float(logits[a[place]]))[1] - 8)
+        tokens = {"plain": a[place], "speculative": b[place]}
+        gaps.append({"prompt": number, "position": place, **tokens, "gap": gap, "spacing": spacing})
     return gaps
+
+
+def compare_texts(prompts, plain, found) -> dict:
+    """Count equal texts and judge the others; `largest_gap` is the worst of them, 0 without any."""
+    gaps = divergences(prompts, plain, found)
+    largest = max((gap["gap"] for gap in gaps), default=0.0)
+    return {"equal": len(prompts) - len(gaps), "largest_gap": largest, "divergences": gaps}
 
 
 def tau(rounds: list[int], texts: list[list[int]]) -> float:
@@ -235,9 +246,11 @@ def greedy(obj, tokens, levels, tp):
         found[kind] = run.engine(steps, tp_size=tp, **arguments) or []
     table = []
     for level, plain, ours in zip(levels, found["plain"], found["dspine"], strict=False):
-        gaps = divergences(prompts, plain["ids"], ours["ids"])
-        row = {"concurrency": level, "equal": len(prompts) - len(gaps), "divergences": gaps}
-        row |= {"largest_gap": max((gap["gap"] for gap in gaps), default=0.0), "tau": tau(ours["rounds"], ours["ids"])}
+        row = {"concurrency": level, **compare_texts(prompts, plain["ids"], ours["ids"])}
+        row["tau"] = tau(ours["rounds"], ours["ids"])
+        # what summing in another order does by itself: plain decoding beside other requests, and beside none
+        if level != levels[0]:
+            row["plain_beside_plain"] = compare_texts(prompts, found["plain"][0]["ids"], plain["ids"])
         table.append(row)
     if not table:
         raise click.ClickException("no engine finished: nothing to compare.")
@@ -249,8 +262,10 @@ def greedy(obj, tokens, levels, tp):
         "largest_gap": max(row["largest_gap"] for row in table),
         "by_concurrency": table,
     }
-    part = {"greedy" if tp == 1 else f"greedy_tp{tp}": result}
-    if tp == 1:
+    name = "greedy" if result["dtype"] == "bfloat16" else f"greedy_{result['dtype']}"
+    name = name if tp == 1 else f"{name}_tp{tp}"
+    part = {name: result}
+    if name == "greedy":
         part["tau"] = {"sglang": table[0]["tau"]}
     save(obj["out"], part)
 

@@ -185,9 +185,16 @@ def texts_paragraph(result: dict) -> str:
         "DSPINE in SGLang with the mini pair, CUDA graphs on: texts equal to the same engine's without a drafter for "
         f"at least {greedy['equal']} of {greedy['prompts']} HumanEval prompts of {greedy['max_new_tokens']} tokens at "
         f"concurrency {levels} ({greedy['dtype']}). A text that differs is judged where it first does: the float32 "
-        f"target's logits of the two tokens lie {greedy['largest_gap']:.1e} apart at most. Acceptance length "
-        f"{tau['sglang']:.2f}, in transformers' loop {tau['transformers']:.2f}."
+        f"target's logits of the two tokens lie {greedy['largest_gap']:.1e} apart at most. "
     )
+    control = [row["plain_beside_plain"] for row in greedy["by_concurrency"] if "plain_beside_plain" in row]
+    if control:
+        text += (
+            "Plain decoding at the other levels, against plain decoding at the first: at least "
+            f"{min(row['equal'] for row in control)} texts equal, {max(row['largest_gap'] for row in control):.1e} "
+            "apart at most. "
+        )
+    text += f"Acceptance length {tau['sglang']:.2f}, in transformers' loop {tau['transformers']:.2f}."
     if ranks:
         text += (
             f" On two GPUs: {ranks['equal']} of {ranks['prompts']}, {ranks['by_concurrency'][0]['tau']:.2f}, gap at "
