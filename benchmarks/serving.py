@@ -1,8 +1,8 @@
 """DSPINE in SGLang on a GPU: texts, acceptance, cost of a round, throughput, endurance.
 
 `python benchmarks/serving.py PART --out benchmarks/results/sglang-h200.json` runs one part and adds it to the result:
-`greedy` (DSPINE against plain decoding; also acceptance), `tau` (the same prompts in transformers), `rounds` (cost at
-Qwen3-8B shapes, random weights), `throughput`, `soak`. Every engine runs in a process of its own; a part stops
+`texts` (DSPINE against plain decoding: equal texts, acceptance, throughput), `tau` (the same prompts in transformers),
+`rounds` (cost at Qwen3-8B shapes, random weights), `soak`. Every engine runs in a process of its own; a part stops
 starting engines when `--budget` seconds are spent and keeps what it has.
 """
 
@@ -229,28 +229,30 @@ def main(context, out, budget, overrides, drafter, prompts, limit):
 
 @main.command()
 @click.option("--tokens", default=128, show_default=True)
-@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 8, 32), show_default=True)
-@click.option("--tp", default=1, show_default=True, help="Ranks; above 1 the result is `greedy_tp<n>`.")
+@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 4, 8, 16, 32, 64), show_default=True)
+@click.option("--tp", default=1, show_default=True, help="Ranks; above 1 only texts are compared, `greedy_tp<n>`.")
 @click.pass_obj
-def greedy(obj, tokens, levels, tp):
-    """Compare greedy texts with plain decoding, prompt by prompt, at every concurrency."""
+def texts(obj, tokens, levels, tp):
+    """Decode greedily, plain and with drafters, at every concurrency: equal texts, acceptance, tokens a second.
+
+    DFlash is the drafter's own backbone served by SGLang's DFlash model: causal, without injection.
+    """
     run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    steps = [
-        {"kind": "generate", "prompts": prompts, "sampling": sampling, "concurrency": level, "keep": True}
-        for level in levels
-    ]
-    found = {}
-    for kind in ("plain", "dspine"):
-        arguments = pair_arguments(kind, obj["drafter"], None)
-        found[kind] = run.engine(steps, tp_size=tp, **arguments) or []
-    table = []
-    for level, plain, ours in zip(levels, found["plain"], found["dspine"], strict=False):
-        row = {"concurrency": level, **compare_texts(prompts, plain["ids"], ours["ids"])}
+    step = {"kind": "generate", "prompts": prompts, "sampling": sampling, "keep": True}
+    # the first step warms every batch size up
+    steps = [{**step, "concurrency": level} for level in (max(levels), *levels)]
+    backbone, found = backbone_of(obj["drafter"], run.scratch / "backbone"), {}
+    for kind in ("plain", "dspine", "dflash")[: 3 if tp == 1 else 2]:
+        done = run.engine(steps, tp_size=tp, **pair_arguments(kind, obj["drafter"], backbone)) or []
+        found[kind] = dict(zip(levels, done[1:], strict=False))
+    plain, table = found["plain"], []
+    for level, ours in found["dspine"].items():
+        row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], ours["ids"])}
         row["tau"] = tau(ours["rounds"], ours["ids"])
         # what summing in another order does by itself: plain decoding beside other requests, and beside none
         if level != levels[0]:
-            row["plain_beside_plain"] = compare_texts(prompts, found["plain"][0]["ids"], plain["ids"])
+            row["plain_beside_plain"] = compare_texts(prompts, plain[levels[0]]["ids"], plain[level]["ids"])
         table.append(row)
     if not table:
         raise click.ClickException("no engine finished: nothing to compare.")
@@ -263,10 +265,14 @@ def greedy(obj, tokens, levels, tp):
         "by_concurrency": table,
     }
     name = "greedy" if result["dtype"] == "bfloat16" else f"greedy_{result['dtype']}"
-    name = name if tp == 1 else f"{name}_tp{tp}"
-    part = {name: result}
-    if name == "greedy":
+    part = {name if tp == 1 else f"{name}_tp{tp}": result}
+    if "greedy" in part:
+        speeds = {kind: {n: one["tokens"] / one["seconds"] for n, one in done.items()} for kind, done in found.items()}
         part["tau"] = {"sglang": table[0]["tau"]}
+        part["throughput"] = [
+            {"concurrency": level, **{kind: speed[level] for kind, speed in speeds.items() if level in speed}}
+            for level in plain
+        ]
     save(obj["out"], part)
 
 
@@ -375,27 +381,6 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
     protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
     part = {"round_us": list(table.values()), "round_protocol": protocol, "round_profile": list(profiles.values())}
     save(obj["out"], part)
-
-
-@main.command()
-@click.option("--tokens", default=128, show_default=True)
-@click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True)
-@click.pass_obj
-def throughput(obj, tokens, levels):
-    """Compare tokens a second of plain, DFlash and DSpine decoding of the mini target, greedy, in one run."""
-    run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
-    backbone = backbone_of(obj["drafter"], run.scratch / "backbone")
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    step = {"kind": "generate", "prompts": prompts, "sampling": sampling}
-    # the first step warms every batch size up
-    steps = [{**step, "concurrency": max(levels)}] + [{**step, "concurrency": level} for level in levels]
-    table = {level: {"concurrency": level} for level in levels}
-    for kind in ("plain", "dflash", "dspine"):
-        done = run.engine(steps, **pair_arguments(kind, obj["drafter"], backbone)) or []
-        for level, found in zip(levels, done[1:], strict=False):
-            table[level][kind] = found["tokens"] / found["seconds"]
-    note = "dflash: this drafter's own backbone served by SGLang's DFlash model, causal, without injection"
-    save(obj["out"], {"throughput": list(table.values()), "throughput_note": note})
 
 
 @main.command("soak")

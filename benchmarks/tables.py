@@ -170,7 +170,7 @@ def serving_parts(result: dict) -> list[str]:
         )
         parts += [textwrap.fill(head, 118), rounds_table(result["round_us"])]
     if "throughput" in result:
-        head = "Tokens a second of the mini target in the engine, against plain decoding in the same run."
+        head = "Tokens a second in the same run, against plain decoding."
         parts += [head, throughput_table(result["throughput"])]
     if "soak" in result:
         parts.append(textwrap.fill(soak_paragraph(result["soak"]), 118))
