@@ -581,7 +581,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
                 taught = (teacher, replace) if index < teacher_layers else ()
                 hidden = self.injection(state.reshape(blocks), anchor_code, index, *taught)
             else:
-                hidden, projection = adjacent_injection(state.reshape(blocks), anchor, index, tables)
+                hidden, projection, _ = adjacent_injection(state.reshape(blocks), anchor, index, tables)
             hidden = hidden.reshape(state.shape)
             if output_features:
                 features.append(self.injection.feature(hidden, index))

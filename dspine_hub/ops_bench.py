@@ -109,7 +109,7 @@ def run_round(drafter: Drafter, inputs: Round):
     """Run DSpine's own work of a round through the public operations; returns states, scores, tokens and q."""
     written = []
     for layer, state in enumerate(inputs.states):
-        hidden, projection = adjacent_injection(state, inputs.anchor, layer, drafter.tables)
+        hidden, projection, _ = adjacent_injection(state, inputs.anchor, layer, drafter.tables)
         written.append(hidden)
     state = inputs.states[-1][:, 1:]
     scores = transition_scores(state, inputs.candidates, inputs.anchor, drafter.tables, projection.slots())

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from dspine_hub.kernels import top_candidates, transition_scores
+from dspine_hub.kernels import BackboneLogits, adjacent_injection, top_candidates, transition_scores
 from dspine_hub.ops_bench import Shape, random_drafter, random_round, run_round
 
 # sizes that fill no tile, one request, rows beyond a tile, rows beyond those that overlap
@@ -25,14 +25,19 @@ OPERATIONS = ("adjacent_injection", "transition_scores", "candidate_walk", "top_
 
 
 def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
-    """Run greedy, sampled, and without the `[V, M]` table."""
+    """Run greedy, sampled, without the `[V, M]` table, without the head's rows, and choose candidates."""
     drafter = random_drafter(shape, dtype, "cuda", seed=0)
     inputs = random_round(shape, batch, dtype, "cuda", seed=0)
     run_round(drafter, inputs)
     warm = torch.full((batch,), 0.7, device="cuda")
     run_round(drafter, inputs._replace(temperature=warm, uniforms=torch.rand_like(inputs.uniforms)))
     tables = dataclasses.replace(drafter.tables, head_messages=None)
-    transition_scores(inputs.states[-1][:, 1:], inputs.candidates, inputs.anchor, tables)
+    state, rest = inputs.states[-1][:, 1:], (inputs.candidates, inputs.anchor)
+    transition_scores(state, *rest, tables)
+    injected = adjacent_injection(inputs.states[-1], inputs.anchor, tables.last, drafter.tables)
+    logits = torch.randn(inputs.candidates.shape, device="cuda")
+    backbone = BackboneLogits(logits, injected.message[:, 1:], injected.hidden[:, 1:].norm(dim=-1))
+    transition_scores(state, *rest, drafter.tables, injected.projection.slots(), backbone)
     top_candidates(torch.randn(batch, shape.N - 1, shape.V, device="cuda").to(dtype), shape.K)
     torch.cuda.synchronize()
 

@@ -1,11 +1,13 @@
 """The three operations alone: against float64 loops, against each other, and at odd sizes."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from dspine_hub.kernels import (
+    BackboneLogits,
     InjectionWeights,
     SlotProjection,
     adjacent_injection,
@@ -86,6 +88,27 @@ def message_scores(state, candidates, anchor, **w):
     return transition_scores(state, candidates, anchor, tables, projection.slots())
 
 
+def rms_norm(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def backbone_logits(injected, candidates, norm_weight, norm_eps, head_weight):
+    """The backbone's logits of given candidates, in float32, and what it wrote."""
+    written = injected.hidden[:, 1:].float()
+    rows = head_weight.float()[candidates]
+    logits = torch.matmul(rows, rms_norm(written, norm_weight.float(), norm_eps)[..., None]).squeeze(-1)
+    return BackboneLogits(logits, injected.message[:, 1:], written.norm(dim=-1))
+
+
+def logit_scores(state, candidates, anchor, **w):
+    """Scores as for a head whose rows are split or quantised: from the logits that came out of it."""
+    tables = tables_of(w)
+    injected = adjacent_injection(torch.cat((torch.ones_like(state[:, :1]), state), dim=1), anchor, 0, tables)
+    backbone = backbone_logits(injected, candidates, w["norm_weight"], w["norm_eps"], w["head_weight"])
+    tables = dataclasses.replace(tables, head_weight=torch.full_like(tables.head_weight, math.nan))
+    return transition_scores(state, candidates, anchor, tables, injected.projection.slots(), backbone)
+
+
 def lone_scores(state, candidates, anchor, **w):
     """Scores without an injection before them and without the table of head messages."""
     return transition_scores(state, candidates, anchor, tables_of(w, head_messages=False))
@@ -141,7 +164,7 @@ def assert_scores_close(found, expected, what):
 @pytest.mark.parametrize(("B", "S", "K", "V", "H", "R", "M"), SIZES)
 @pytest.mark.parametrize(
     "form",
-    [hidden_scores, message_scores, lone_scores],
+    [hidden_scores, message_scores, lone_scores, logit_scores],
     ids=lambda f: f.__name__,
 )
 def test_scores_equal_direct_refinement(form, B, S, K, V, H, R, M):
@@ -160,7 +183,7 @@ def test_message_space_equals_hidden_space(B, S, K, V, H, R, M):
     assert_scores_close(message_scores(**inputs), hidden_scores(**inputs), "message space")
 
 
-@pytest.mark.parametrize("form", [hidden_scores, message_scores, lone_scores])
+@pytest.mark.parametrize("form", [hidden_scores, message_scores, lone_scores, logit_scores])
 def test_zero_states_score_zero(form):
     """Catches a division by the norm of the state: a zero row has no direction and its scores are 0, not NaN."""
     inputs = score_inputs(2, 3, 4, 29, 17, 5, 3)
@@ -388,6 +411,12 @@ def test_walk_draws_from_q():
 GOOD_HIDDEN = torch.zeros(2, 4, 17)
 
 
+def from_logits(w, logits, message, length, table=True):
+    inputs, tables = w["scores"], tables_of(w, head_messages=bool(table))
+    backbone = BackboneLogits(logits, message, length)
+    return transition_scores(inputs["state"], inputs["candidates"], inputs["anchor"], tables, backbone=backbone)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -416,6 +445,21 @@ GOOD_HIDDEN = torch.zeros(2, 4, 17)
             ),
             r"`update`.*\[2, 3, 3\], got \[2, 3, 4\]",
             id="projection",
+        ),
+        pytest.param(
+            lambda w: from_logits(w, torch.zeros(2, 3, 5), torch.zeros(2, 3, 3), torch.zeros(2, 3)),
+            r"`logits`.*\[2, 3, 4\], got \[2, 3, 5\]",
+            id="logits",
+        ),
+        pytest.param(
+            lambda w: from_logits(w, torch.zeros(2, 3, 4), torch.zeros(2, 4, 3), torch.zeros(2, 3)),
+            r"`message`.*\[2, 3, 3\], got \[2, 4, 3\]",
+            id="message",
+        ),
+        pytest.param(
+            lambda w: from_logits(w, torch.zeros(2, 3, 4), torch.zeros(2, 3, 3), torch.zeros(2, 3), None),
+            "`tables`.*`head_messages`",
+            id="no-table",
         ),
         pytest.param(
             lambda w: candidate_walk(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3), torch.zeros(1), torch.zeros(1, 2)),

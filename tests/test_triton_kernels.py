@@ -9,7 +9,15 @@ import sys
 
 import pytest
 import torch
-from test_kernels import hidden_scores, injection_weights, naive_walk, score_inputs, tables_of, weights
+from test_kernels import (
+    backbone_logits,
+    hidden_scores,
+    injection_weights,
+    naive_walk,
+    score_inputs,
+    tables_of,
+    weights,
+)
 
 from dspine_hub.kernels import (
     adjacent_injection,
@@ -119,23 +127,26 @@ def test_only_the_last_layer_keeps_a_projection(layer):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_messages", [True, False], ids=["table", "gathered"])
+@pytest.mark.parametrize("head", ["table", "gathered", "logits"])
 @pytest.mark.parametrize(("B", "S", "K", "V", "H", "R", "M"), SIZES)
-def test_scores(B, S, K, V, H, R, M, head_messages, dtype):
+def test_scores(B, S, K, V, H, R, M, head, dtype):
     """Catches a slot that scores another slot's candidates, an anchor of another request, a lost tail."""
     inputs = cast(score_inputs(B, S, K, V, H, R, M), dtype)
     inputs["candidates"][-1, -1, 0] = V - 1
     if V > 1000:
         inputs["candidates"] += V - 1 - inputs["candidates"].amax(dim=-1, keepdim=True)
     w = {name: value for name, value in inputs.items() if name not in ("state", "candidates", "anchor")}
-    tables = tables_of(w, head_messages=head_messages)
+    tables, backbone = tables_of(w, head_messages=head != "gathered"), None
     state, candidates, anchor = inputs["state"], inputs["candidates"], inputs["anchor"]
     hidden = torch.cat((state[:, :1], state), dim=1)
-    projection = adjacent_injection(hidden, anchor, 0, tables).projection.slots()
+    injected = adjacent_injection(hidden, anchor, 0, tables)
+    if head == "logits":
+        backbone = backbone_logits(injected, candidates, w["norm_weight"], w["norm_eps"], w["head_weight"])
     expected = hidden_scores(**wide(inputs))
     # a view without its anchor row, as a drafter hands it over
-    assert_near(transition_scores(hidden[:, 1:], candidates, anchor, tables, projection), expected, dtype)
-    found = transition_scores(state, candidates, anchor, tables)
+    projection = injected.projection.slots()
+    assert_near(transition_scores(hidden[:, 1:], candidates, anchor, tables, projection, backbone), expected, dtype)
+    found = transition_scores(state, candidates, anchor, tables, backbone=backbone)
     assert found.shape == (B, S, K, K)
     assert_near(found, expected, dtype)
 

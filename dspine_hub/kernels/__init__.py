@@ -11,10 +11,16 @@ from .adjacent_injection import (
 from .candidate_walk import candidate_walk, candidate_walk_reference
 from .top_candidates import top_candidates
 from .transfer_tables import InjectionWeights, TransferTables, transfer_tables
-from .transition_scores import predecessors_of, slot_projection, transition_scores, transition_scores_reference
+from .transition_scores import (
+    BackboneLogits,
+    slot_projection,
+    transition_scores,
+    transition_scores_reference,
+)
 from .triton_support import use_triton
 
 __all__ = [
+    "BackboneLogits",
     "InjectedBlock",
     "InjectionWeights",
     "SlotProjection",
@@ -24,7 +30,6 @@ __all__ = [
     "candidate_walk",
     "candidate_walk_reference",
     "inject_message",
-    "predecessors_of",
     "predicted_feature",
     "slot_projection",
     "top_candidates",

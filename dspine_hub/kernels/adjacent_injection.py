@@ -49,15 +49,17 @@ class SlotProjection(NamedTuple):
 
 
 class InjectedBlock(NamedTuple):
-    """Block states after the write, and their projection when the layer was the last.
+    """Block states after the write, and what a transition needs of it when the layer was the last.
 
     Args:
         hidden (`torch.Tensor` of shape `[B, N, H]`): States after the write.
         projection ([`SlotProjection`], *optional*): Of the last layer, each `[B, N, M]`; row 0 means nothing.
+        message (`torch.Tensor` of shape `[B, N, M]`, *optional*): Gated messages the last layer wrote.
     """
 
     hidden: torch.Tensor
-    projection: SlotProjection | None
+    projection: SlotProjection | None = None
+    message: torch.Tensor | None = None
 
 
 def predicted_feature(hidden: torch.Tensor, readout: torch.Tensor) -> torch.Tensor:
@@ -125,8 +127,10 @@ def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables
     gate = torch.cat((gate, F.linear(feature[:, 1:-1], weights.predecessor_gate)), dim=1)
     message = torch.sigmoid(receiver[:, 1:] + gate + weights.bias) * message
     written = torch.cat((hidden[:, :1], _write_message(hidden[:, 1:], message, weights.write)), dim=1)
-    projection = SlotProjection(receiver, torch.matmul(hidden, weights.write)) if layer == tables.last else None
-    return InjectedBlock(written, projection)
+    if layer < tables.last:
+        return InjectedBlock(written)
+    projection = SlotProjection(receiver, torch.matmul(hidden, weights.write))
+    return InjectedBlock(written, projection, F.pad(message, (0, 0, 1, 0)))
 
 
 @jit
@@ -554,9 +558,10 @@ def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, table
     z, gate, square = _gate(rows, products, anchor, layer, tables)
     written = _write(rows, z, square, weights.write).view(hidden.shape)
     if not last:
-        return InjectedBlock(written, None)
+        return InjectedBlock(written)
     update = products[:, weights.readout.shape[0] :]
-    return InjectedBlock(written, SlotProjection(*(x.unflatten(0, hidden.shape[:2]) for x in (gate, update))))
+    gate, update, z = (x.unflatten(0, hidden.shape[:2]) for x in (gate, update, z))
+    return InjectedBlock(written, SlotProjection(gate, update), z)
 
 
 def adjacent_injection(
@@ -571,7 +576,7 @@ def adjacent_injection(
         tables ([`TransferTables`]): Prepared weights.
 
     Returns:
-        [`InjectedBlock`]: The states after the write, row 0 untouched, and the projection if the layer is the last.
+        [`InjectedBlock`]: The states after the write, row 0 untouched; if the layer is the last, also the rest.
 
     Raises:
         ValueError: When `hidden` is no `[B, N, H]` tensor of at least two rows or `anchor` does not fit it.

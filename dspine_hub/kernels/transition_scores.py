@@ -13,12 +13,20 @@ this file says the same in *message space*, around `z = gate * message(p_c)`, `M
 
 with `s = rms(h)`, `W` the write, `w` the norm's weight, `G_d = W^T (w*e_d)`. What depends on a token alone comes from
 the tables of `transfer_tables`, what the last injection has already computed from its projection. One launch; nothing
-larger than the scores is written to memory. Source of the method: arXiv 2609.36173.
+larger than the scores is written to memory.
+
+A head that is split over ranks, or quantised, has no rows to read. The backbone's own logit `u_d` went through it, and
+gives the product with the message `z_0` the slot was written:
+
+    <h, w*e_d> = u_d sqrt(|h + s W z_0|^2 / H + eps) - s z_0.G_d
+
+Source of the method: arXiv 2609.36173.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -37,6 +45,20 @@ from .triton_support import (
     tl,
     use_triton,
 )
+
+
+class BackboneLogits(NamedTuple):
+    """The backbone's own logits of the candidates, and the states they are of; in place of the head's rows.
+
+    Args:
+        logits (`torch.Tensor` of shape `[B, S, K]`, float32): Of the candidates.
+        message (`torch.Tensor` of shape `[B, S, M]`): Gated messages the last injection wrote.
+        length (`torch.Tensor` of shape `[B, S]`): Of the states after that write.
+    """
+
+    logits: torch.Tensor
+    message: torch.Tensor
+    length: torch.Tensor
 
 
 def predecessors_of(candidates: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -86,19 +108,24 @@ def slot_projection(state: torch.Tensor, tables: TransferTables) -> SlotProjecti
     return SlotProjection(receiver, torch.matmul(state, weights.write))
 
 
-def _scores_torch(state, candidates, anchor, projection, tables) -> torch.Tensor:
+def _scores_torch(state, candidates, anchor, projection, tables, backbone) -> torch.Tensor:
     weights = tables.layers[tables.last]
     message, gate = F.embedding(predecessors_of(candidates, anchor), tables.predecessors).float().chunk(2, dim=-1)
     z = message * torch.sigmoid(projection.receiver.float()[:, :, None] + gate + weights.bias.float())  # [B, S, K, M]
     h = state.float()
     square = h.pow(2).sum(dim=-1, keepdim=True)  # [B, S, 1]
     s = (square / h.shape[-1]).sqrt()
-    rows = F.embedding(candidates, tables.head_weight).float() * tables.norm_weight.float()
-    dots = torch.matmul(rows, h[..., None]).squeeze(-1)  # <h, w*e_d>, [B, S, K]
-    if tables.head_messages is None:
-        head = torch.matmul(rows, weights.write.float())
-    else:
+    if tables.head_messages is not None:
         head = F.embedding(candidates, tables.head_messages).float()  # G_d, [B, S, K, M]
+    if backbone is None:
+        rows = F.embedding(candidates, tables.head_weight).float() * tables.norm_weight.float()
+        dots = torch.matmul(rows, h[..., None]).squeeze(-1)  # <h, w*e_d>, [B, S, K]
+        if tables.head_messages is None:
+            head = torch.matmul(rows, weights.write.float())
+    else:
+        scale = (backbone.length.float().pow(2) / h.shape[-1] + tables.norm_eps).sqrt()[..., None]
+        own = torch.matmul(head, backbone.message.float()[..., None]).squeeze(-1)  # z_0.G_d, [B, S, K]
+        dots = backbone.logits * scale - s * own
     numerator = dots[:, :, None, :] + s[..., None] * torch.matmul(z, head.transpose(-1, -2))
     cross = torch.matmul(z, projection.update.float()[..., None]).squeeze(-1)  # z.(W^T h), [B, S, K]
     quadratic = torch.matmul(z, tables.root.float().T).pow(2).sum(-1)  # z^T (W^T W) z, [B, S, K]
@@ -161,6 +188,9 @@ def _scores_kernel(
     norm_ptr,  # [H]
     head_ptr,  # [V, H]
     messages_ptr,  # [V, M], or [B * S * K, M] in the order of the candidates
+    logits_ptr,  # [B, S, K], float32
+    own_ptr,  # [B, S, M]
+    length_ptr,  # [B, S]
     out_ptr,  # [B, S, K, K], float32
     partial_ptr,  # [tiles, SPLIT, 3, RP], float32
     ticket_ptr,  # [tiles], int32
@@ -171,6 +201,10 @@ def _scores_kernel(
     receiver_slot,
     update_batch,
     update_slot,
+    own_batch,
+    own_slot,
+    length_batch,
+    length_slot,
     eps,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -178,6 +212,7 @@ def _scores_kernel(
     H: tl.constexpr,
     M: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -204,6 +239,7 @@ def _scores_kernel(
     message_row = messages_ptr + source[:, None] * M
     receiver_row = receiver_ptr + (b * receiver_batch + s * receiver_slot)[:, None]
     update_row = update_ptr + (b * update_batch + s * update_slot)[:, None]
+    own_row = own_ptr + (b * own_batch + s * own_slot)[:, None]
     # rows of the tables lie anywhere in memory: each is asked for one step before it is used
     m = tl.arange(0, BK)
     mask = inside[:, None] & (m < M)[None, :]
@@ -217,14 +253,20 @@ def _scores_kernel(
     square = tl.zeros((RP, BH), tl.float32)
     h_steps: tl.constexpr = (H + SPLIT * BH - 1) // (SPLIT * BH)
     k = split * h_steps * BH + tl.arange(0, BH)
-    e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
-    for _ in range(h_steps):
-        weighted = e.to(tl.float32) * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
-        h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
-        k += BH
+    if FROM_LOGITS:
+        for _ in range(h_steps):
+            h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+            k += BH
+            square += h * h
+    else:
         e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
-        dots += h * weighted
-        square += h * h
+        for _ in range(h_steps):
+            weighted = e.to(tl.float32) * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
+            h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+            k += BH
+            e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
+            dots += h * weighted
+            square += h * h
     dots, square = tl.sum(dots, 1), tl.sum(square, 1)
 
     # the message axis: z, its product with the candidates' G_d, z.(W^T h), and this part of |W z|^2 = |root z|^2
@@ -232,6 +274,7 @@ def _scores_kernel(
     image = tl.zeros((RP, BN), tl.float32)
     numerator = tl.zeros((RP, RP), tl.float32)
     cross = tl.zeros((RP, BK), tl.float32)
+    written = tl.zeros((RP, BK), tl.float32)
     for _ in range((M + BK - 1) // BK):
         mask = inside[:, None] & (m < M)[None, :]
         g = tl.load(message_row + m[None, :], mask, 0.0)
@@ -240,6 +283,8 @@ def _scores_kernel(
         wide += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
         z = message.to(tl.float32) * tl.sigmoid(wide)
         cross += z * tl.load(update_row + m[None, :], mask, 0.0).to(tl.float32)
+        if FROM_LOGITS:
+            written += g.to(tl.float32) * tl.load(own_row + m[None, :], mask, 0.0).to(tl.float32)
         m += BK
         mask = inside[:, None] & (m < M)[None, :]
         message = tl.load(table_row + m[None, :], mask, 0.0)
@@ -248,6 +293,12 @@ def _scores_kernel(
         numerator = tl.dot(z, tl.trans(g), numerator, input_precision=PRECISION)
         image = tl.dot(z, root, image, input_precision=PRECISION)
     cross, quadratic = tl.sum(cross, 1), tl.sum(image * image, 1)
+    if FROM_LOGITS:
+        # every part knows all of the message axis, so one of them takes the logits and all take z_0.G_d off
+        numerator -= tl.sum(written, 1)[None, :]
+        length = tl.load(length_ptr + b * length_batch + s * length_slot, inside, 0.0).to(tl.float32)
+        logits = tl.load(logits_ptr + slot * K + c, inside, 0.0)
+        dots = tl.where(split == 0, 1.0, 0.0) * logits * tl.sqrt(length * length / H + eps)
 
     if SPLIT == 1:
         _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
@@ -306,12 +357,17 @@ def _gathered_head_messages(candidates: torch.Tensor, tables: TransferTables) ->
     return out
 
 
-def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tensor:
+def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> torch.Tensor:
     batch, slots, width = state.shape
     count, size, dtype = candidates.shape[-1], tables.root.shape[0], tables.root.dtype
     # views are read as they come, so long as a row is in one piece
     state, receiver, update = (x if x.stride(2) == 1 else x.contiguous() for x in (state, *projection))
     candidates = candidates.contiguous()
+    from_logits = backbone is not None
+    # a launch names all operands, also those it does not read
+    logits, message, length = backbone if from_logits else (state, state, state[..., 0])
+    if from_logits:
+        logits, message = logits.contiguous(), message if message.stride(2) == 1 else message.contiguous()
     tile = pick_tile(SCORE_TILES, batch * slots, dtype)
     # the tile of float32 counts rows, these count slots
     tile = tile._replace(rows=1) if tile is FLOAT32_TILE else tile
@@ -331,6 +387,9 @@ def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tenso
         tables.norm_weight,
         tables.head_weight,
         tables.head_messages if by_token else _gathered_head_messages(candidates, tables),
+        logits,
+        message,
+        length,
         out,
         out if split == 1 else out.new_empty(tiles * split * 3 * tile.rows * padded),
         tables.tickets,
@@ -338,6 +397,8 @@ def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tenso
         *state.stride()[:2],
         *receiver.stride()[:2],
         *update.stride()[:2],
+        *message.stride()[:2],
+        *length.stride(),
         tables.norm_eps,
         S=slots,
         K=count,
@@ -345,6 +406,7 @@ def _scores_triton(state, candidates, anchor, projection, tables) -> torch.Tenso
         H=width,
         M=size,
         BY_TOKEN=by_token,
+        FROM_LOGITS=from_logits,
         BS=tile.rows,
         BN=max(16, next_power_of_2(cdiv(size, split))),
         BK=tile.depth,
@@ -364,6 +426,7 @@ def transition_scores(
     anchor: torch.Tensor,
     tables: TransferTables,
     projection: SlotProjection | None = None,
+    backbone: BackboneLogits | None = None,
 ) -> torch.Tensor:
     """Score every candidate of every slot under every candidate predecessor; inference only.
 
@@ -374,13 +437,14 @@ def transition_scores(
         tables ([`TransferTables`]): Prepared weights.
         projection ([`SlotProjection`], *optional*): The slots of what the last layer's injection returned; computed
             when absent.
+        backbone ([`BackboneLogits`], *optional*): Where the head's rows cannot be read; needs `tables.head_messages`.
 
     Returns:
         `torch.Tensor` of shape `[B, S, K, K]`, float32: `scores[b, s, c, d]`, logit of candidate `d` of slot `s` after
         candidate `c` of slot `s - 1`. The rows of the first slot are all equal: each is conditioned on the anchor.
 
     Raises:
-        ValueError: When `candidates`, `anchor` or `projection` do not fit `state`.
+        ValueError: When `candidates`, `anchor`, `projection` or `backbone` do not fit `state`, or tables lack a table.
     """
     if candidates.dim() != 3 or candidates.shape[:2] != state.shape[:2]:
         raise ValueError(
@@ -395,5 +459,12 @@ def transition_scores(
     for name, tensor in zip(SlotProjection._fields, projection, strict=True):
         if tensor.shape != expected:
             raise ValueError(f"`{name}` must have shape [B, S, M] = {list(expected)}, got {list(tensor.shape)}.")
+    if backbone is not None:
+        if tables.head_messages is None:
+            raise ValueError("`tables` must hold `head_messages` where the head's rows are not read, got none.")
+        for name, shape in (("logits", candidates.shape), ("message", expected), ("length", state.shape[:2])):
+            found = getattr(backbone, name).shape
+            if found != shape:
+                raise ValueError(f"`{name}` of the backbone must have shape {list(shape)}, got {list(found)}.")
     implementation = _scores_triton if use_triton(state) else _scores_torch
-    return implementation(state, candidates, anchor, projection, tables)
+    return implementation(state, candidates, anchor, projection, tables, backbone)

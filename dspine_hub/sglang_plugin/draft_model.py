@@ -67,7 +67,7 @@ class DSpineDraftModel(DFlash2DraftModel):
             input_embeds (`torch.Tensor` of shape `[B * N, H]`): The target's embeddings of `input_ids`.
 
         Returns:
-            `LogitsProcessorOutput`: `hidden_states` of shape `[B * N, 2 H + 2 M]`.
+            `LogitsProcessorOutput`: `hidden_states` as [`make_rows`] puts them together.
         """
         if input_embeds is None:
             raise ValueError("`input_embeds` must hold the target's embeddings, got none: a drafter owns no table.")
@@ -81,9 +81,9 @@ class DSpineDraftModel(DFlash2DraftModel):
             # without a residual a layer starts from the whole state, which is what an injection writes to
             hidden, residual = layer(positions, hidden, forward_batch, None)
             state = hidden + residual
-            written, projection = self.injection.inject(state.view(blocks), anchor, index)
-            hidden = written.view(state.shape)
-        rows = make_rows(self.norm(hidden), state, projection)
+            injected = self.injection.inject(state.view(blocks), anchor, index)
+            hidden = injected.hidden.view(state.shape)
+        rows = make_rows(self.norm(hidden), state, injected, self.injection.rows_readable)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.kernels import (
+    BackboneLogits,
     InjectedBlock,
     SlotProjection,
     TransferTables,
@@ -18,7 +19,6 @@ from dspine_hub.kernels import (
     transition_scores,
 )
 from dspine_hub.modeling_dspine import AdjacentInjection
-from dspine_hub.sglang_plugin.unary_scores import unary_scores
 
 
 class TransferSpace(AdjacentInjection):
@@ -74,7 +74,7 @@ class TransferSpace(AdjacentInjection):
         projection: SlotProjection,
         candidates: torch.Tensor,
         anchor: torch.Tensor,
-        unary: torch.Tensor,
+        backbone: BackboneLogits | None,
     ) -> torch.Tensor:
         """Score transitions.
 
@@ -83,11 +83,9 @@ class TransferSpace(AdjacentInjection):
             projection ([`SlotProjection`]): What that injection knew of its slots, each `[B, S, M]`.
             candidates (`torch.Tensor` of shape `[B, S, K]`, int64): Token ids.
             anchor (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
-            unary (`torch.Tensor` of shape `[B, S, K]`, float32): The backbone's logits of the candidates.
+            backbone ([`BackboneLogits`], *optional*): Where the head's rows are not readable.
 
         Returns:
             `torch.Tensor` of shape `[B, S, K, K]`, float32.
         """
-        if self.rows_readable:
-            return transition_scores(state, candidates, anchor, self.tables, projection)
-        return unary_scores(state, candidates, anchor, unary, self.tables, projection)
+        return transition_scores(state, candidates, anchor, self.tables, projection, backbone)

@@ -1,36 +1,56 @@
 """The candidate selector the DFLASH worker asks for proposals: transition scores and the walk through them."""
 
+from typing import NamedTuple
+
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from dspine_hub.kernels import SlotProjection, candidate_walk
+from dspine_hub.kernels import BackboneLogits, InjectedBlock, SlotProjection, candidate_walk
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 
 # columns sent through the head at once while its table is made
 CHUNK = 64
 
 
-def make_rows(normed: torch.Tensor, state: torch.Tensor, projection: SlotProjection) -> torch.Tensor:
+def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock, readable: bool) -> torch.Tensor:
     """Put side by side what the selector needs of every row of a block.
 
     Args:
         normed, state (`torch.Tensor` of shape `[B * N, H]`): Final states, and states before the last injection.
-        projection ([`SlotProjection`]): Of the last injection, each `[B, N, M]`.
+        injected ([`InjectedBlock`]): Of the last injection.
+        readable (`bool`): Whether the selector reads the head's rows. If not, rows also hold the messages written and
+            the length of the states after that.
 
     Returns:
-        `torch.Tensor` of shape `[B * N, 2 H + 2 M]`.
+        `torch.Tensor` of shape `[B * N, 2 H + 2 M]`, or `[B * N, 2 H + 3 M + 8]`.
     """
-    return torch.cat((normed, state, *(x.flatten(0, 1) for x in projection)), dim=-1)
+    parts = [normed, state, *(x.flatten(0, 1) for x in injected.projection)]
+    if not readable:
+        length = torch.linalg.vector_norm(injected.hidden, dim=-1, keepdim=True, dtype=torch.float32)
+        # eight times, since a product of rows that are no multiple of 16 bytes is slow
+        parts += [injected.message.flatten(0, 1), length.to(state.dtype).expand(-1, -1, 8).flatten(0, 1)]
+    return torch.cat(parts, dim=-1)
 
 
-def take_rows(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, SlotProjection]:
-    """Take states before the last injection and the projection out of rows `[B, S, 2 H + 2 M]`; `width` is `H`."""
-    size = rows.shape[-1] // 2 - width
-    state, receiver, update = rows[..., width:].split((width, size, size), dim=-1)
-    return state, SlotProjection(receiver, update)
+class SelectorRows(NamedTuple):
+    """What [`make_rows`] put together, taken apart again; `message` and `length` are `None` where it left them out."""
+
+    state: torch.Tensor
+    projection: SlotProjection
+    message: torch.Tensor | None = None
+    length: torch.Tensor | None = None
+
+
+def take_rows(rows: torch.Tensor, width: int, size: int) -> SelectorRows:
+    """Take rows of slots `[B, S, 2 H + ...]` apart; `width` is `H`, `size` is `M`."""
+    state, receiver, update = rows[..., width : 2 * width + 2 * size].split((width, size, size), dim=-1)
+    rest = rows[..., 2 * width + 2 * size :]
+    if rest.shape[-1] == 0:
+        return SelectorRows(state, SlotProjection(receiver, update))
+    return SelectorRows(state, SlotProjection(receiver, update), rest[..., :size], rest[..., size])
 
 
 class TransitionCache:
@@ -91,15 +111,17 @@ class TransitionCache:
         Args:
             candidate_ids (`torch.Tensor` of shape `[B, S, K]`, int64): Candidates of every slot.
             unary_logits (`torch.Tensor` of shape `[B, S, K]`, float32): Their backbone logits.
-            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + 2 M]`): As [`make_rows`] puts them together.
+            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + ...]`): As [`make_rows`] puts them together.
             anchor_token_ids (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
 
         Returns:
             `torch.Tensor` of shape `[B, S, K, K]`, float32: predecessor before candidate.
         """
-        state, projection = take_rows(hidden_states, self.norm.weight.shape[0])
+        rows = take_rows(hidden_states, self.norm.weight.shape[0], self.space.bias.shape[0])
+        backbone = None if self.space.rows_readable else BackboneLogits(unary_logits, rows.message, rows.length)
         # the worker passes a column of its blocks, kernels read anchors in one piece
-        return self.space.scores(state, projection, candidate_ids, anchor_token_ids.contiguous(), unary_logits)
+        anchor = anchor_token_ids.contiguous()
+        return self.space.scores(rows.state, rows.projection, candidate_ids, anchor, backbone)
 
     def sample_path(
         self,
