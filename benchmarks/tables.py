@@ -86,6 +86,11 @@ def ops_paragraph(result: dict) -> str:
     gain = last["transition_hidden_space_us"] / last["transition_us"]
     blocks = sum(row["blocks"] for row in result["rows"])
     equal = sum(row["blocks"] * row["paths_equal"] for row in result["rows"])
+    choice = ""
+    if "candidates_us" in last:
+        choice = ", the choice of candidates {candidates_us:.0f} µs (torch.topk: {candidates_torch_us:.0f})".format(
+            **last
+        )
     return (
         f"DSpine's own work in a round on a GPU: {shape['L']} injections, transition scores and walk of a Qwen3-8B "
         f"drafter's shapes (H {shape['H']}, R {shape['R']}, M {shape['M']}, block {shape['N']}, {shape['K']} "
@@ -93,7 +98,8 @@ def ops_paragraph(result: dict) -> str:
         f"the measured copy bandwidth ({result['ceilings']['bytes_per_s'] / 1e12:.2f} TB/s) and the operations at the "
         f"measured matrix rate ({result['ceilings']['flops_per_s'] / 1e12:.0f} TFLOP/s); a cycle is backbone, LM "
         "head, top-16 and an 8B-shaped target's verification, without context. Error: against float64, largest of "
-        f"states and scores. At batch {last['batch']} the transition takes 1/{gain:.0f} of its hidden-space form. "
+        f"states and scores. At batch {last['batch']} the transition takes 1/{gain:.0f} of its hidden-space form"
+        f"{choice}. "
         f"Chosen tokens equal those of float64 scores in {equal / blocks:.1%} of {blocks} random blocks; the widest "
         f"tie broken the other way spans {max(row['widest_tie'] for row in result['rows']):.1e} of the scores' root "
         f"mean square. {origin(result)}."

@@ -24,6 +24,7 @@ from dspine_hub.kernels import (
     adjacent_injection_reference,
     candidate_walk,
     candidate_walk_reference,
+    top_candidates,
     transfer_tables,
     transition_scores,
     transition_scores_reference,
@@ -347,6 +348,7 @@ def bench_ops(batches: tuple[int, ...] = BATCHES, baselines: bool = True, progre
         row |= {"ours_us": ours["median"], "ours_quartiles_us": [ours["low"], ours["high"]], **cost}
         row |= {"floor_us": floor, "over_floor": ours["median"] / floor}
         row |= transition_row(drafters, inputs)
+        row |= candidates_row(shape, batch, dtype)
         row["kernels_us"] = kernel_times(drafters[0], inputs[0])
         row["eager_us"] = graph_us([lambda d=d, i=i: run_reference(d, i) for d, i in pairs[:COPIES]])["median"]
         if baselines:
@@ -402,3 +404,16 @@ def transition_row(drafters: list[Drafter], inputs: list[Round]) -> dict:
         "transition_bytes_beyond_scores": allocated_by(calls["ours"][0]) - math.prod(scores.shape) * 4,
         "transition_hidden_space_bytes": allocated_by(calls["hidden"][0]),
     }
+
+
+def candidates_row(shape: Shape, batch: int, dtype: torch.dtype) -> dict:
+    """Time the choice of candidates, once it is right, beside PyTorch's."""
+    logits = [torch.randn(batch * (shape.N - 1), shape.V, device="cuda").to(dtype) for _ in range(COPIES)]
+    values, ids = top_candidates(logits[0], shape.K)
+    right = logits[0].float().sort(dim=-1, descending=True, stable=True).indices[:, : shape.K]
+    if not torch.equal(ids, right) or not torch.equal(values, logits[0].gather(-1, right)):
+        raise DSpineHubError(
+            "`top_candidates` must choose what a stable sort chooses before it is timed: it does not."
+        )
+    choices = {"candidates_us": top_candidates, "candidates_torch_us": torch.topk}
+    return {name: graph_us([lambda x=x, f=f: f(x, shape.K) for x in logits])["median"] for name, f in choices.items()}

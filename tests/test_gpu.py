@@ -7,7 +7,7 @@ import torch
 
 from dspine_hub.bundle import build_bundle
 from dspine_hub.demo import Pair
-from dspine_hub.kernels import use_triton
+from dspine_hub.kernels import top_candidates, use_triton
 from dspine_hub.ops_bench import COPIES, Shape, check_round, random_drafter, random_round, run_round
 from dspine_hub.prompts import read_prompts
 
@@ -120,6 +120,10 @@ def test_the_operations_compile_without_a_break():
     drafter = random_drafter(shape, torch.bfloat16, "cuda", seed=0)
     inputs = random_round(shape, 2, torch.bfloat16, "cuda", seed=0)
     assert use_triton(inputs.states[0])
-    compiled = torch.compile(lambda one: run_round(drafter, one)[1:3], fullgraph=True)
-    for mine, theirs in zip(compiled(inputs), run_round(drafter, inputs)[1:3], strict=True):
+    logits = torch.randn(2, 15, 2000, device="cuda").bfloat16()
+
+    def work(one):
+        return *run_round(drafter, one)[1:3], *top_candidates(logits, 16)
+
+    for mine, theirs in zip(torch.compile(work, fullgraph=True)(inputs), work(inputs), strict=True):
         torch.testing.assert_close(mine, theirs)
