@@ -251,9 +251,10 @@ def test_top_candidates(rows, V, K, kind, dtype):
     assert torch.equal(values, logits.gather(-1, expected))
 
 
-def test_top_candidates_keeps_the_axes_before():
-    """Catches a result flattened over requests and slots."""
-    logits = torch.randn(2, 3, 300, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_top_candidates_keeps_the_axes_before(dtype):
+    """Catches a result flattened over requests and slots, and a number of 64 bits read as one of 32."""
+    logits = torch.randn(2, 3, 300, device=DEVICE, dtype=dtype)
     assert torch.equal(top_candidates(logits, 4)[1], logits.topk(4, dim=-1).indices)
 
 

@@ -175,7 +175,8 @@ def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     """
     if not 1 <= count <= logits.shape[-1]:
         raise ValueError(f"`count` must lie in [1, {logits.shape[-1]}], got {count}.")
-    # places of 16-bit logits have 16 bits, and so do groups: a vocabulary of 8 million
-    if use_triton(logits) and count <= MOST and logits.shape[-1] <= GROUP << 16:
+    # keys are of 32 bits; places of 16-bit logits have 16, and so do groups: a vocabulary of 8 million
+    fits = logits.element_size() <= 4 and count <= MOST and logits.shape[-1] <= GROUP << 16
+    if fits and use_triton(logits):
         return _top_triton(logits, count)
     return tuple(logits.topk(count, dim=-1))
