@@ -1,7 +1,7 @@
 """Checkpoints of random weights, of ordinary scale, for engines whose speed is measured.
 
-An engine's own dummy weights are so small that all rows of a batch become alike. A device draws less power on such
-rows and clocks higher, so a drafter that proposes one token over and over would look faster than one that does not.
+An engine's own dummy weights are so small that all rows of a batch become alike. A device may draw less power on such
+rows and clock higher, and a drafter that proposes one token over and over then looks faster than one that does not.
 """
 
 import json
@@ -32,9 +32,11 @@ def dspine_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return expected_tensors(DSpineConfig(**config))
 
 
-def dflash_shapes(dspine: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return those of a DSpine checkpoint that a DFlash checkpoint has too."""
-    return {name: shape for name, shape in dspine.items() if not name.startswith(("injection.", "transfer_"))}
+def dflash_part(dspine: dict) -> dict:
+    """Return what of a DSpine checkpoint's tensors, or of their shapes, by name, a DFlash checkpoint has too."""
+    from dspine_hub.convert.conversion import START_NAMES
+
+    return {name: value for name, value in dspine.items() if not name.startswith(START_NAMES)}
 
 
 def dflash2_shapes(dflash: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:

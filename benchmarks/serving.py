@@ -7,6 +7,7 @@ starting engines when `--budget` seconds are spent and keeps what it has.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -20,7 +21,6 @@ import time
 from pathlib import Path
 
 import click
-from random_weights import dflash2_shapes, dflash_shapes, dspine_shapes, target_shapes, write_checkpoint
 
 from dspine_hub.environment import describe_environment
 from dspine_hub.prompts import read_prompts
@@ -134,6 +134,7 @@ def pair_arguments(kind: str, drafter: Path, backbone: Path) -> dict:
 
 def backbone_of(drafter: Path, out: Path) -> Path:
     """Write the drafter's own backbone as a DFlash checkpoint: causal, no injection, no transitions."""
+    from random_weights import dflash_part
     from safetensors.torch import load_file, save_file
 
     out.mkdir(parents=True)
@@ -143,8 +144,7 @@ def backbone_of(drafter: Path, out: Path) -> Path:
     config.pop("auto_map", None)
     (out / "config.json").write_text(json.dumps(config))
     tensors = load_file(drafter / "model.safetensors")
-    kept = {name: t for name, t in tensors.items() if not name.startswith(("injection.", "transfer_"))}
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(dflash_part(tensors), out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
@@ -162,6 +162,16 @@ def humaneval(path: Path | None, limit: int | None) -> list[list[int]]:
     return [tokenizer(prompt)["input_ids"] for prompt in prompts[:limit]]
 
 
+@functools.cache
+def exact_target():
+    """The target in float32, which judges texts that differ."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(MINI / "target", dtype="float32").to(device).eval()
+
+
 def divergences(prompts, plain, found) -> list[dict]:
     """Describe the first difference of every text that differs: position, tokens, and the target's logit gap.
 
@@ -169,16 +179,13 @@ def divergences(prompts, plain, found) -> list[dict]:
     the target in float32 for the common prefix: a gap beyond rounding is a real loss.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    target, gaps = None, []
+    gaps = []
     for number, (ids, a, b) in enumerate(zip(prompts, plain, found, strict=True)):
         if a == b:
             continue
         place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
-        if target is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            target = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype="float32").to(device).eval()
+        target = exact_target()
         with torch.no_grad():
             logits = target(torch.tensor([ids + a[:place]], device=target.device)).logits[0, -1]
         gap = float((logits[a[place]] - logits[b[place]]).abs())
@@ -247,7 +254,9 @@ def texts(obj, tokens, levels, tp):
         done = run.engine(steps, tp_size=tp, **pair_arguments(kind, obj["drafter"], backbone)) or []
         found[kind] = dict(zip(levels, done[1:], strict=False))
     plain, table = found["plain"], []
-    for level, ours in found["dspine"].items():
+    # an engine that ended early left levels out
+    for level in [level for level in found["dspine"] if level in plain]:
+        ours = found["dspine"][level]
         row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], ours["ids"])}
         row["tau"] = tau(ours["rounds"], ours["ids"])
         # what summing in another order does by itself: plain decoding beside other requests, and beside none
@@ -310,6 +319,8 @@ def transformers_tau(obj, tokens, dtype):
 
 def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str, dict]:
     """Write checkpoints at the shapes of Qwen3-8B and return the engine's arguments for every drafter."""
+    from random_weights import dflash2_shapes, dflash_part, dspine_shapes, target_shapes, write_checkpoint
+
     block = {name: BLOCK[name] for name in ("mask_token_id", "target_layer_ids")}
     selector = {"selector_rank": selector_rank, "selector_top_k": 16}
     selector |= {"conv_kernel_size": conv[0], "conv_group_size": conv[1]} if conv[0] else {}
@@ -322,7 +333,7 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
         "dflash2": {**qwen, "architectures": ["DFlash2DraftModel"], "dflash_config": {**block, **selector}},
     }
     tensors = {"target": target_shapes(configs["target"]), "dspine": dspine_shapes(configs["dspine"])}
-    tensors["dflash"] = dflash_shapes(tensors["dspine"])
+    tensors["dflash"] = dflash_part(tensors["dspine"])
     tensors["dflash2"] = dflash2_shapes(tensors["dflash"], configs["dflash2"])
     for name, config in configs.items():
         write_checkpoint(folder / name, config, tensors[name])

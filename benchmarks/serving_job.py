@@ -69,17 +69,20 @@ async def generate(engine, step: dict) -> dict:
 async def profile(engine, step: dict) -> dict:
     """Decode prompts under the engine's profiler; adds `kernels_us`, the time of every kernel in all.
 
-    Fields: those of [`generate`], and `activities` (`["GPU"]`; on a CPU its operators are counted, nested ones twice).
+    Fields: those of [`generate`]. Without a GPU operators are counted, nested ones twice.
     """
+    import torch
     from sglang.srt.managers.io_struct import ProfileReq
 
     with tempfile.TemporaryDirectory() as folder:
-        activities = step.get("activities", ["GPU"])
-        request = ProfileReq(output_dir=folder, activities=activities, with_stack=False, record_shapes=False)
+        gpu = torch.cuda.is_available()
+        request = ProfileReq(
+            output_dir=folder, activities=["GPU" if gpu else "CPU"], with_stack=False, record_shapes=False
+        )
         await engine.tokenizer_manager.start_profile(request)
         result = await generate(engine, step)
         await engine.tokenizer_manager.stop_profile()
-        kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if "GPU" in activities else {"cpu_op"}
+        kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if gpu else {"cpu_op"}
         times = collections.Counter()
         for path in Path(folder).rglob("*.json*"):
             with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:

@@ -200,7 +200,8 @@ def texts_paragraph(result: dict) -> str:
             f"{min(row['equal'] for row in control)} texts equal, {max(row['largest_gap'] for row in control):.1e} "
             "apart at most. "
         )
-    text += f"Acceptance length {tau['sglang']:.2f}, in transformers' loop {tau['transformers']:.2f}."
+    text += f"Acceptance length {tau['sglang']:.2f}"
+    text += f", in transformers' loop {tau['transformers']:.2f}." if "transformers" in tau else "."
     if ranks:
         text += (
             f" On two GPUs: {ranks['equal']} of {ranks['prompts']}, {ranks['by_concurrency'][0]['tau']:.2f}, gap at "

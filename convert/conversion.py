@@ -24,7 +24,7 @@ from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# made for a backbone that has no injection
+# what DSpine adds to a backbone; made where a backbone comes without it
 START_NAMES = ("injection.", "transfer_")
 
 

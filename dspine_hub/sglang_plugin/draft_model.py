@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from dspine_hub.convert.conversion import expected_tensors
+from dspine_hub.convert.conversion import START_NAMES, expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import top_candidates
 from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
@@ -111,7 +111,7 @@ class DSpineDraftModel(DFlash2DraftModel):
         """Yield what SGLang's loader knows; put the rest aside."""
         for name, tensor in weights:
             name = account.take(name, tensor)
-            if name.startswith(("injection.", "transfer_")):
+            if name.startswith(START_NAMES):
                 aside[name] = tensor
             else:
                 yield name, tensor
@@ -133,7 +133,7 @@ class DSpineDraftModel(DFlash2DraftModel):
 
     @torch.no_grad()
     def post_load_weights(self) -> None:
-        """Make tables of random codes when SGLang loaded no checkpoint (`--load-format dummy`), as in benchmarks."""
+        """Make tables of random codes when SGLang loaded no checkpoint (`--load-format dummy`)."""
         if self.injection.tables is None:
             codes = torch.randn(self.config.vocab_size, self.config.transfer_rank, device=self.norm.weight.device)
             self.injection.prepare(torch.nn.functional.normalize(codes, dim=-1), self.norm)
