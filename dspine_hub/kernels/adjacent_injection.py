@@ -8,8 +8,8 @@
 Three launches a layer. The norms are scalars of a row, so they are applied after the products they scale:
 
 1. readout: `x = readout(h)`; the last layer reads `W^T h` in the same product, for the transition
-2. gate: `receiver_gate(x_j)`, `predecessor_gate(x_{j-1})`, `message(x_{j-1})` and `|x|` in one pass over `x`, and
-   `|h|` beside it; the anchor's two come from its row of the `[V, 2M]` table
+2. gate: `receiver_gate(x)`, `predecessor_gate(x)`, `message(x)` and `|x|` in one pass over `x`, the latter three then
+   taken from the row before; `|h|` beside it; the anchor's two come from its row of the `[V, 2M]` table
 3. write: `h + rms(h) * write(z)`
 
 With few rows there is not enough work for a device, so sums are split and the last part to arrive adds them. On Hopper
@@ -29,7 +29,17 @@ import torch
 from torch.nn import functional as F
 
 from .transfer_tables import InjectionWeights, TransferTables
-from .triton_support import Tile, cdiv, dot_precision, jit, overlap, pick_tile, tl, use_triton
+from .triton_support import (
+    Tile,
+    cdiv,
+    dot_precision,
+    jit,
+    next_power_of_2,
+    overlap,
+    pick_tile,
+    tl,
+    use_triton,
+)
 
 
 class SlotProjection(NamedTuple):
@@ -204,7 +214,7 @@ def _store_messages(
     p_square,
     r,
     m,
-    rows,
+    own,
     scale,
     N: tl.constexpr,
     M: tl.constexpr,
@@ -212,16 +222,18 @@ def _store_messages(
 ):
     receiver *= (scale / tl.maximum(tl.sqrt(f_square), 1e-12))[:, None]
     p_scale = (scale / tl.maximum(tl.sqrt(p_square), 1e-12))[:, None]
-    inside = (r < rows)[:, None] & (m < M)[None, :]
+    inside = own[:, None] & (m < M)[None, :]
     # slot 1 follows the anchor, whose message and gate are a row of the table; the anchor itself receives nothing
     first = inside & (r % N == 1)[:, None]
-    anchor = tl.load(anchor_ptr + r // N, r < rows, 0)
+    anchor = tl.load(anchor_ptr + r // N, own, 0)
     row_ptr = table_ptr + anchor[:, None] * (2 * M) + m[None, :]
     message = message * p_scale + tl.load(row_ptr, first, 0.0).to(tl.float32)
     gate = gate * p_scale + tl.load(row_ptr + M, first, 0.0).to(tl.float32)
     gate += receiver + tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
     at = r[:, None] * M + m[None, :]
-    tl.store(z_ptr + at, (message * tl.sigmoid(gate)).to(z_ptr.dtype.element_ty), inside)
+    # the row before an anchor is another block's
+    z = tl.where((r % N > 0)[:, None], message * tl.sigmoid(gate), 0.0)
+    tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), inside)
     if KEEP:
         tl.store(gate_ptr + at, receiver.to(gate_ptr.dtype.element_ty), inside)
 
@@ -239,7 +251,7 @@ def _gate_kernel(
     z_ptr,  # [rows, M]
     gate_ptr,  # [rows, M]
     square_ptr,  # [SQUARES * SPLIT, rows], float32
-    partial_ptr,  # [tiles, SPLIT, 3 * BN + 2, BM], float32
+    partial_ptr,  # [tiles, SPLIT, 3 * BN + 1, BM], float32
     ticket_ptr,  # [tiles], int32
     rows,
     scale,
@@ -260,8 +272,12 @@ def _gate_kernel(
     columns: tl.constexpr = (M + BN - 1) // BN
     steps: tl.constexpr = (R + SPLIT * BK - 1) // (SPLIT * BK)
     even: tl.constexpr = R % (SPLIT * BK) == 0
+    # a tile holds whole blocks, so that a row's predecessor is in it
+    OWN: tl.constexpr = BM // N * N
     split = tl.program_id(2)
-    r = tl.program_id(1) * BM + tl.arange(0, BM)
+    row = tl.arange(0, BM)
+    r = tl.program_id(1) * OWN + row
+    own = (row < OWN) & (r < rows)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(0) >= columns:
@@ -274,25 +290,22 @@ def _gate_kernel(
         for step in range(h_steps):
             k = (part * h_steps + step) * WIDE + tl.arange(0, WIDE)
             at = r.to(tl.int64)[:, None] * H + k[None, :]
-            h = tl.load(hidden_ptr + at, (r < rows)[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+            h = tl.load(hidden_ptr + at, own[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
             total += h * h
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        tl.store(square_ptr + part * rows + r, tl.sum(total, 1), r < rows)
+        tl.store(square_ptr + part * rows + r, tl.sum(total, 1), own)
     else:
         m = tl.program_id(0) * BN + tl.arange(0, BN)
         k = split * steps * BK + tl.arange(0, BK)
-        is_receiver = (r < rows) & (r % N > 0)
-        follows = (r < rows) & (r % N > 1)
+        # an anchor predicts nothing: its products are zero, and so is what slot 1 takes from them
+        predicts = own & (r % N > 0)
         f_ptr = x_ptr + r[:, None] * C + k[None, :]
         w_at = m[None, :] * R + k[:, None]
         receiver = tl.zeros((BM, BN), tl.float32)
         gate = tl.zeros((BM, BN), tl.float32)
         message = tl.zeros((BM, BN), tl.float32)
-        f_square = tl.zeros((BM, BK), tl.float32)
-        # where tiles hold whole blocks, a predecessor is a row of the tile and its length is there already
-        whole: tl.constexpr = BM % N == 0
-        p_square = f_square if whole else tl.zeros((BM, BK), tl.float32)
+        square = tl.zeros((BM, BK), tl.float32)
         if steps == 1:
             # weights do not depend on the launch in front: they are on their way before it ends
             inside = (m < M)[None, :] & (k < R)[:, None]
@@ -301,14 +314,11 @@ def _gate_kernel(
             w_message = tl.load(message_ptr + w_at, inside, 0.0)
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
-            f = tl.load(f_ptr, is_receiver[:, None] & (k < R)[None, :], 0.0)
-            p = tl.load(f_ptr - C, follows[:, None] & (k < R)[None, :], 0.0)
+            f = tl.load(f_ptr, predicts[:, None] & (k < R)[None, :], 0.0)
             receiver = tl.dot(f, w_receiver, receiver, input_precision=PRECISION)
-            gate = tl.dot(p, w_gate, gate, input_precision=PRECISION)
-            message = tl.dot(p, w_message, message, input_precision=PRECISION)
-            f_square += f.to(tl.float32) * f.to(tl.float32)
-            if not whole:
-                p_square += p.to(tl.float32) * p.to(tl.float32)
+            gate = tl.dot(f, w_gate, gate, input_precision=PRECISION)
+            message = tl.dot(f, w_message, message, input_precision=PRECISION)
+            square += f.to(tl.float32) * f.to(tl.float32)
         else:
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
@@ -316,57 +326,53 @@ def _gate_kernel(
                 # no bound where the parts are even: nothing then depends on the step but the address
                 deep = k < (BK * SPLIT * steps if even else R - step * BK)
                 inside = (m < M)[None, :] & deep[:, None]
-                f = tl.load(f_ptr + step * BK, is_receiver[:, None] & deep[None, :], 0.0)
-                p = tl.load(f_ptr + step * BK - C, follows[:, None] & deep[None, :], 0.0)
+                f = tl.load(f_ptr + step * BK, predicts[:, None] & deep[None, :], 0.0)
                 w = tl.load(receiver_ptr + w_at + step * BK, inside, 0.0)
                 receiver = tl.dot(f, w, receiver, input_precision=PRECISION)
                 w = tl.load(predecessor_ptr + w_at + step * BK, inside, 0.0)
-                gate = tl.dot(p, w, gate, input_precision=PRECISION)
+                gate = tl.dot(f, w, gate, input_precision=PRECISION)
                 w = tl.load(message_ptr + w_at + step * BK, inside, 0.0)
-                message = tl.dot(p, w, message, input_precision=PRECISION)
-                f_square += f.to(tl.float32) * f.to(tl.float32)
-                if not whole:
-                    p_square += p.to(tl.float32) * p.to(tl.float32)
-        f_sum = tl.sum(f_square, 1)
-        if whole:
-            row = tl.arange(0, BM)
-            p_sum = tl.sum(tl.where(row[None, :] == row[:, None] - 1, f_sum[None, :], 0.0), 1)
-        else:
-            p_sum = tl.sum(p_square, 1)
+                message = tl.dot(f, w, message, input_precision=PRECISION)
+                square += f.to(tl.float32) * f.to(tl.float32)
+        f_square = tl.sum(square, 1)
+        # gate and message are those of the row before
+        before = tl.maximum(row - 1, 0)
         if SPLIT == 1:
+            gate = tl.gather(gate, tl.broadcast_to(before[:, None], (BM, BN)), 0)
+            message = tl.gather(message, tl.broadcast_to(before[:, None], (BM, BN)), 0)
+            p_square = tl.gather(f_square, before, 0)
             _store_messages(
-                anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_sum, p_sum,
-                r, m, rows, scale, N, M, KEEP,
+                anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square, p_square,
+                r, m, own, scale, N, M, KEEP,
             )  # fmt: skip
         else:
-            size: tl.constexpr = (3 * BN + 2) * BM
+            size: tl.constexpr = (3 * BN + 1) * BM
             tile = tl.program_id(1) * columns + tl.program_id(0)
             part_ptr = partial_ptr + tile * SPLIT * size
-            at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-            row = tl.arange(0, BM)
+            at = row[:, None] * BN + tl.arange(0, BN)[None, :]
             mine = part_ptr + split * size
             tl.store(mine + at, receiver)
             tl.store(mine + BM * BN + at, gate)
             tl.store(mine + 2 * BM * BN + at, message)
-            tl.store(mine + 3 * BM * BN + row, f_sum)
-            tl.store(mine + 3 * BM * BN + BM + row, p_sum)
+            tl.store(mine + 3 * BM * BN + row, f_square)
             tl.debug_barrier()
             if tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
+                at_before = before[:, None] * BN + tl.arange(0, BN)[None, :]
                 receiver = tl.zeros((BM, BN), tl.float32)
                 gate = tl.zeros((BM, BN), tl.float32)
                 message = tl.zeros((BM, BN), tl.float32)
-                f_sum = tl.zeros((BM,), tl.float32)
-                p_sum = tl.zeros((BM,), tl.float32)
+                f_square = tl.zeros((BM,), tl.float32)
+                p_square = tl.zeros((BM,), tl.float32)
                 for part in tl.static_range(SPLIT):
                     theirs = part_ptr + part * size
                     receiver += tl.load(theirs + at, cache_modifier=".cg")
-                    gate += tl.load(theirs + BM * BN + at, cache_modifier=".cg")
-                    message += tl.load(theirs + 2 * BM * BN + at, cache_modifier=".cg")
-                    f_sum += tl.load(theirs + 3 * BM * BN + row, cache_modifier=".cg")
-                    p_sum += tl.load(theirs + 3 * BM * BN + BM + row, cache_modifier=".cg")
+                    gate += tl.load(theirs + BM * BN + at_before, cache_modifier=".cg")
+                    message += tl.load(theirs + 2 * BM * BN + at_before, cache_modifier=".cg")
+                    f_square += tl.load(theirs + 3 * BM * BN + row, cache_modifier=".cg")
+                    p_square += tl.load(theirs + 3 * BM * BN + before, cache_modifier=".cg")
                 _store_messages(
-                    anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_sum, p_sum,
-                    r, m, rows, scale, N, M, KEEP,
+                    anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square, p_square,
+                    r, m, own, scale, N, M, KEEP,
                 )  # fmt: skip
                 tl.store(ticket_ptr + tile, 0)
 
@@ -481,15 +487,16 @@ def _gate(
     """Launch 2: states `[rows, H]` and products `[rows, C]` to messages and gates `[rows, M]`, and `|h|^2`."""
     weights, rows = tables.layers[layer], hidden.shape[0]
     size, rank = weights.message.shape
-    tile = pick_tile(GATE_TILES, rows, hidden.dtype)
-    tiles = (cdiv(size, tile.columns), cdiv(rows, tile.rows))
+    tile, block = pick_tile(GATE_TILES, rows, hidden.dtype), rows // anchor.shape[0]
+    tile = tile._replace(rows=max(tile.rows, next_power_of_2(block)))
+    tiles = (cdiv(size, tile.columns), cdiv(anchor.shape[0], tile.rows // block))
     split = _split(tile, tiles[0] * tiles[1], tables.tickets)
     z = hidden.new_empty(rows, size)
     gate = hidden.new_empty(rows, size) if layer == tables.last else z
     # about four steps for every program that sums squares
     squares = max(1, tile.rows // (8 * split))
     square = hidden.new_empty(squares * split, rows, dtype=torch.float32)
-    parts = tiles[0] * tiles[1] * split * (3 * tile.columns + 2) * tile.rows
+    parts = tiles[0] * tiles[1] * split * (3 * tile.columns + 1) * tile.rows
     _gate_kernel[(tiles[0] + squares, tiles[1], split)](
         hidden,
         products,
@@ -506,7 +513,7 @@ def _gate(
         tables.tickets,
         rows,
         math.sqrt(rank),
-        N=rows // anchor.shape[0],
+        N=block,
         H=hidden.shape[1],
         C=products.shape[1],
         R=rank,
