@@ -378,6 +378,55 @@ def _gate_kernel(
 
 
 @jit
+def _message_kernel(
+    hidden_ptr,  # [rows, H]
+    x_ptr,  # [rows, C], its first R columns
+    products_ptr,  # [rows, G], its first 3M columns: receiver gate, predecessor gate, message
+    anchor_ptr,  # [B], int64
+    table_ptr,  # [V, 2M]
+    bias_ptr,  # [M]
+    z_ptr,  # [rows, M]
+    gate_ptr,  # [rows, M]
+    square_ptr,  # [rows], float32
+    scale,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    HP: tl.constexpr,
+    RP: tl.constexpr,
+    MP: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = row % N
+    k, n, m = tl.arange(0, HP), tl.arange(0, RP), tl.arange(0, MP)
+    h = tl.load(hidden_ptr + row * H + k, k < H, 0.0).to(tl.float32)
+    tl.store(square_ptr + row, tl.sum(h * h, 0))
+    # the anchor receives nothing; slot 1 follows it, and takes from the table what others take from the row before
+    f_end, p_end = tl.where(slot > 0, R, 0), tl.where(slot > 1, R, 0)
+    f = tl.load(x_ptr + row * C + n, n < f_end, 0.0).to(tl.float32)
+    p = tl.load(x_ptr + (row - 1) * C + n, n < p_end, 0.0).to(tl.float32)
+    f_scale = scale / tl.maximum(tl.sqrt(tl.sum(f * f, 0)), 1e-12)
+    p_scale = scale / tl.maximum(tl.sqrt(tl.sum(p * p, 0)), 1e-12)
+    own_end, before_end = tl.where(slot > 0, M, 0), tl.where(slot > 1, M, 0)
+    first_end = own_end - before_end
+    receiver = f_scale * tl.load(products_ptr + row * G + m, m < own_end, 0.0).to(tl.float32)
+    before_ptr = products_ptr + (row - 1) * G + M + m
+    gate = p_scale * tl.load(before_ptr, m < before_end, 0.0).to(tl.float32)
+    message = p_scale * tl.load(before_ptr + M, m < before_end, 0.0).to(tl.float32)
+    row_ptr = table_ptr + tl.load(anchor_ptr + row // N) * (2 * M) + m
+    message += tl.load(row_ptr, m < first_end, 0.0).to(tl.float32)
+    gate += tl.load(row_ptr + M, m < first_end, 0.0).to(tl.float32)
+    gate += receiver + tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)
+    tl.store(z_ptr + row * M + m, (message * tl.sigmoid(gate)).to(z_ptr.dtype.element_ty), m < M)
+    if KEEP:
+        tl.store(gate_ptr + row * M + m, receiver.to(gate_ptr.dtype.element_ty), m < M)
+
+
+@jit
 def _write_kernel(
     hidden_ptr,  # [rows, H]
     z_ptr,  # [rows, M], zero in the anchors' rows
@@ -528,6 +577,40 @@ def _gate(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap(hidden, rows),
+    )
+    return z, gate, square
+
+
+def _gate_of_many(
+    hidden: torch.Tensor, products: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables, gates=None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch 2 for many rows: its products by the vendor's kernel, what follows them row by row."""
+    rows, (size, rank) = hidden.shape[0], tables.layers[layer].message.shape
+    gates = F.linear(products[:, :rank], tables.gates) if gates is None else gates
+    z = hidden.new_empty(rows, size)
+    gate = hidden.new_empty(rows, size) if layer == tables.last else z
+    square = hidden.new_empty(1, rows, dtype=torch.float32)
+    _message_kernel[(rows,)](
+        hidden,
+        products,
+        gates,
+        anchor,
+        tables.predecessors,
+        tables.layers[layer].bias,
+        z,
+        gate,
+        square,
+        math.sqrt(rank),
+        N=rows // anchor.shape[0],
+        H=hidden.shape[1],
+        C=products.shape[1],
+        G=gates.stride(0),
+        R=rank,
+        M=size,
+        HP=next_power_of_2(hidden.shape[1]),
+        RP=next_power_of_2(rank),
+        MP=next_power_of_2(size),
+        KEEP=layer == tables.last,
     )
     return z, gate, square
 

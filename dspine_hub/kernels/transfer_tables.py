@@ -49,6 +49,7 @@ class TransferTables:
         layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
         predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token.
         projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
+        gates (`torch.Tensor` of shape `[3M, R]`): Receiver gate, predecessor gate and message of all layers.
         root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
             length read through it is never negative, whatever is rounded.
         norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
@@ -60,6 +61,7 @@ class TransferTables:
     layers: tuple[InjectionWeights, ...]
     predecessors: torch.Tensor
     projection: torch.Tensor
+    gates: torch.Tensor
     root: torch.Tensor
     norm_weight: torch.Tensor
     norm_eps: float
@@ -121,6 +123,7 @@ def transfer_tables(
         layers=tuple(layers),
         predecessors=_table(codes, torch.cat((last.message, last.predecessor_gate)), math.sqrt(rank)),
         projection=torch.cat((last.readout, last.write.T)).contiguous(),
+        gates=torch.cat((last.receiver_gate, last.predecessor_gate, last.message)),
         # a factorisation returns columns
         root=root.to(last.write.dtype).contiguous(),
         norm_weight=norm_weight,

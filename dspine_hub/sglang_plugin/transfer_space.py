@@ -49,7 +49,7 @@ class TransferSpace(AdjacentInjection):
             rows = torch.zeros(codes.shape[0], self.bias.shape[0], dtype=self.bias.dtype, device=self.bias.device)
             self.tables = dataclasses.replace(tables, head_messages=rows)
             return
-        for name in ("predecessors", "projection", "root"):
+        for name in ("predecessors", "projection", "gates", "root"):
             getattr(self.tables, name).copy_(getattr(tables, name))
 
     def attach_head(self, messages: torch.Tensor, weight: torch.Tensor | None) -> None:
