@@ -335,45 +335,37 @@ def _gate_kernel(
                 message = tl.dot(f, w, message, input_precision=PRECISION)
                 square += f.to(tl.float32) * f.to(tl.float32)
         f_square = tl.sum(square, 1)
-        # gate and message are those of the row before
+        # gate and message are those of the row before: all products pass through memory, also when none is split
         before = tl.maximum(row - 1, 0)
-        if SPLIT == 1:
-            gate = tl.gather(gate, tl.broadcast_to(before[:, None], (BM, BN)), 0)
-            message = tl.gather(message, tl.broadcast_to(before[:, None], (BM, BN)), 0)
-            p_square = tl.gather(f_square, before, 0)
+        size: tl.constexpr = (3 * BN + 1) * BM
+        tile = tl.program_id(1) * columns + tl.program_id(0)
+        part_ptr = partial_ptr + tile * SPLIT * size
+        at = row[:, None] * BN + tl.arange(0, BN)[None, :]
+        mine = part_ptr + split * size
+        tl.store(mine + at, receiver)
+        tl.store(mine + BM * BN + at, gate)
+        tl.store(mine + 2 * BM * BN + at, message)
+        tl.store(mine + 3 * BM * BN + row, f_square)
+        tl.debug_barrier()
+        if SPLIT == 1 or tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
+            at_before = before[:, None] * BN + tl.arange(0, BN)[None, :]
+            receiver = tl.zeros((BM, BN), tl.float32)
+            gate = tl.zeros((BM, BN), tl.float32)
+            message = tl.zeros((BM, BN), tl.float32)
+            f_square = tl.zeros((BM,), tl.float32)
+            p_square = tl.zeros((BM,), tl.float32)
+            for part in tl.static_range(SPLIT):
+                theirs = part_ptr + part * size
+                receiver += tl.load(theirs + at, cache_modifier=".cg")
+                gate += tl.load(theirs + BM * BN + at_before, cache_modifier=".cg")
+                message += tl.load(theirs + 2 * BM * BN + at_before, cache_modifier=".cg")
+                f_square += tl.load(theirs + 3 * BM * BN + row, cache_modifier=".cg")
+                p_square += tl.load(theirs + 3 * BM * BN + before, cache_modifier=".cg")
             _store_messages(
                 anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square, p_square,
                 r, m, own, scale, N, M, KEEP,
             )  # fmt: skip
-        else:
-            size: tl.constexpr = (3 * BN + 1) * BM
-            tile = tl.program_id(1) * columns + tl.program_id(0)
-            part_ptr = partial_ptr + tile * SPLIT * size
-            at = row[:, None] * BN + tl.arange(0, BN)[None, :]
-            mine = part_ptr + split * size
-            tl.store(mine + at, receiver)
-            tl.store(mine + BM * BN + at, gate)
-            tl.store(mine + 2 * BM * BN + at, message)
-            tl.store(mine + 3 * BM * BN + row, f_square)
-            tl.debug_barrier()
-            if tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
-                at_before = before[:, None] * BN + tl.arange(0, BN)[None, :]
-                receiver = tl.zeros((BM, BN), tl.float32)
-                gate = tl.zeros((BM, BN), tl.float32)
-                message = tl.zeros((BM, BN), tl.float32)
-                f_square = tl.zeros((BM,), tl.float32)
-                p_square = tl.zeros((BM,), tl.float32)
-                for part in tl.static_range(SPLIT):
-                    theirs = part_ptr + part * size
-                    receiver += tl.load(theirs + at, cache_modifier=".cg")
-                    gate += tl.load(theirs + BM * BN + at_before, cache_modifier=".cg")
-                    message += tl.load(theirs + 2 * BM * BN + at_before, cache_modifier=".cg")
-                    f_square += tl.load(theirs + 3 * BM * BN + row, cache_modifier=".cg")
-                    p_square += tl.load(theirs + 3 * BM * BN + before, cache_modifier=".cg")
-                _store_messages(
-                    anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square, p_square,
-                    r, m, own, scale, N, M, KEEP,
-                )  # fmt: skip
+            if SPLIT > 1:
                 tl.store(ticket_ptr + tile, 0)
 
 
@@ -483,15 +475,19 @@ READOUT_TILES = (
 GATE_TILES = (
     (16, Tile(16, 16, 256, split=4, warps=2)),
     (64, Tile(32, 16, 256, split=4)),
-    (256, Tile(64, 32, 64)),
-    (1 << 30, Tile(64, 64, 64, stages=3)),
 )
 WRITE_TILES = (
     (16, Tile(16, 32, 128)),
     (64, Tile(64, 32, 128)),
-    (256, Tile(128, 64, 64, warps=8)),
-    (1 << 30, Tile(128, 256, 64, warps=8, stages=3)),
+    (128, Tile(64, 64, 128, stages=3)),
+    (512, Tile(128, 64, 64, warps=8)),
+    (1 << 30, Tile(128, 128, 64, warps=8, stages=3)),
 )
+
+
+def _vendors(hidden: torch.Tensor) -> bool:
+    """Say whether plain products are left to the vendor's kernel, which is faster than any here for many rows."""
+    return hidden.shape[0] > READOUT_TILES[-1][0] and hidden.dtype != torch.float32
 
 
 def _split(tile: Tile, tiles: int, tickets: torch.Tensor) -> int:
@@ -502,8 +498,7 @@ def _split(tile: Tile, tiles: int, tickets: torch.Tensor) -> int:
 def _readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor) -> torch.Tensor:
     """Launch 1: states `[rows, H]` and weights `[C, H]` to products `[rows, C]`."""
     (rows, width), columns = hidden.shape, weight.shape[0]
-    if rows > READOUT_TILES[-1][0] and hidden.dtype != torch.float32:
-        # a plain product of many rows: the vendor's is faster than any kernel here
+    if _vendors(hidden):
         return F.linear(hidden, weight)
     tile = pick_tile(READOUT_TILES, rows, hidden.dtype)
     tiles = (cdiv(columns, tile.columns), cdiv(rows, tile.rows))
@@ -558,7 +553,7 @@ def _gate(
         z,
         gate,
         square,
-        square if split == 1 else hidden.new_empty(parts, dtype=torch.float32),
+        hidden.new_empty(parts, dtype=torch.float32),
         tables.tickets,
         rows,
         math.sqrt(rank),
@@ -582,11 +577,11 @@ def _gate(
 
 
 def _gate_of_many(
-    hidden: torch.Tensor, products: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables, gates=None
+    hidden: torch.Tensor, products: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch 2 for many rows: its products by the vendor's kernel, what follows them row by row."""
     rows, (size, rank) = hidden.shape[0], tables.layers[layer].message.shape
-    gates = F.linear(products[:, :rank], tables.gates) if gates is None else gates
+    gates = F.linear(products[:, :rank], tables.gates)
     z = hidden.new_empty(rows, size)
     gate = hidden.new_empty(rows, size) if layer == tables.last else z
     square = hidden.new_empty(1, rows, dtype=torch.float32)
@@ -645,7 +640,8 @@ def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, table
     weights, last = tables.layers[layer], layer == tables.last
     rows = hidden.contiguous().flatten(0, 1)
     products = _readout(rows, tables.projection if last else weights.readout, tables.tickets)
-    z, gate, square = _gate(rows, products, anchor, layer, tables)
+    run_gate = _gate_of_many if _vendors(rows) else _gate
+    z, gate, square = run_gate(rows, products, anchor, layer, tables)
     written = _write(rows, z, square, weights.write).view(hidden.shape)
     if not last:
         return InjectedBlock(written)

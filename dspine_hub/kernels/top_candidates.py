@@ -152,7 +152,7 @@ def _top_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
         K=count,
         KP=next_power_of_2(count),
         GP=next_power_of_2(groups),
-        num_warps=2,
+        num_warps=4,
         **ahead,
     )
     shape = (*logits.shape[:-1], count)

@@ -326,6 +326,7 @@ def _scores_kernel(
 SCORE_TILES = (
     (16, Tile(1, 256, 128, split=8, stages=2)),
     (64, Tile(1, 512, 64, split=2, warps=8, stages=3)),
+    (128, Tile(1, 256, 128, stages=2)),
     (256, Tile(4, 128, 64, split=2, warps=8, stages=3)),
     (1 << 30, Tile(4, 128, 32, warps=8, stages=3)),
 )
