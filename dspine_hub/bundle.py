@@ -23,6 +23,7 @@ SHIPPED = {
     "modeling_dspine.py": PACKAGE / "modeling_dspine.py",
     "kernels.py": PACKAGE / "kernels" / "__init__.py",
     "adjacent_injection.py": PACKAGE / "kernels" / "adjacent_injection.py",
+    "injection_kernels.py": PACKAGE / "kernels" / "injection_kernels.py",
     "candidate_walk.py": PACKAGE / "kernels" / "candidate_walk.py",
     "top_candidates.py": PACKAGE / "kernels" / "top_candidates.py",
     "transfer_tables.py": PACKAGE / "kernels" / "transfer_tables.py",

@@ -21,7 +21,7 @@ CASES = (
     (Shape(H=256, R=256, M=64, L=2, V=500), 5),
     (Shape(H=256, R=128, M=64, L=2, V=500), 18),
 )
-OPERATIONS = ("adjacent_injection", "transition_scores", "candidate_walk", "top_candidates")
+MODULES = ("injection_kernels", "transition_scores", "candidate_walk", "top_candidates")
 
 
 def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
@@ -45,7 +45,7 @@ def run_case(shape: Shape, batch: int, dtype: torch.dtype) -> None:
 def main() -> None:
     """Run all cases; `--serial` keeps launches from overlapping, for a checker that cannot follow two at once."""
     if "--serial" in sys.argv[1:]:
-        for name in OPERATIONS:
+        for name in MODULES:
             # the functions hide the modules of the same names
             sys.modules[f"dspine_hub.kernels.{name}"].overlap = lambda x, rows: {"OVERLAP": False}
     for dtype in (torch.bfloat16, torch.float32):

@@ -116,13 +116,14 @@ def test_a_captured_round_equals_an_eager_one(batch):
         assert all(torch.equal(a, b) for a, b in zip(mine[1:], theirs[1:], strict=True))
 
 
-def test_the_operations_compile_without_a_break():
+@pytest.mark.parametrize("batch", [2, 5])
+def test_the_operations_compile_without_a_break(batch):
     """Catches a wrapper Dynamo cannot trace through to the kernels."""
     shape = Shape(H=256, R=128, M=64, L=2, V=2000)
     drafter = random_drafter(shape, torch.bfloat16, "cuda", seed=0)
-    inputs = random_round(shape, 2, torch.bfloat16, "cuda", seed=0)
+    inputs = random_round(shape, batch, torch.bfloat16, "cuda", seed=0)
     assert use_triton(inputs.states[0])
-    logits = torch.randn(2, 15, 2000, device="cuda").bfloat16()
+    logits = torch.randn(batch, 15, 2000, device="cuda").bfloat16()
 
     def work(one):
         return *run_round(drafter, one)[1:3], *top_candidates(logits, 16)

@@ -171,7 +171,7 @@ def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
     """Catches a split that leaves a part of the hidden axis out, and a ticket left behind by an earlier launch."""
     tile = triton_support.Tile(*cut[:3], split=cut[3], stages=2)
     monkeypatch.setattr(
-        sys.modules["dspine_hub.kernels.adjacent_injection"], "pick_tile", lambda tiles, rows, dtype: tile
+        sys.modules["dspine_hub.kernels.injection_kernels"], "pick_tile", lambda tiles, rows, dtype: tile
     )
     w = cast(weights(33, 130, 40, 97), torch.float32)
     tables, exact = tables_of(w), wide(w)
