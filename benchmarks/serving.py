@@ -2,8 +2,8 @@
 
 `python benchmarks/serving.py PART --out benchmarks/results/sglang-h200.json` runs one part and adds it to the result:
 `texts` (DSPINE against plain decoding: equal texts, acceptance, throughput), `tau` (the same prompts in transformers),
-`rounds` (cost at Qwen3-8B shapes, random weights), `soak`. Every engine runs in a process of its own; a part stops
-starting engines when `--budget` seconds are spent and keeps what it has.
+`rounds` (cost at Qwen3-8B shapes, random weights), `soak`. Engines that are compared stand side by side, each in a
+process of its own, and are measured in turn. A part ends when `--budget` seconds are spent and keeps what it has.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ ENGINE = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "mem_fraction_static": 0.2,
+    # engines share a device: each takes what it needs, and none measures how much is free
+    "mem_fraction_static": 0.9,
+    "max_total_tokens": 1 << 18,
     "max_running_requests": 64,
     "disable_radix_cache": True,
     "skip_server_warmup": True,
@@ -39,6 +41,8 @@ ENGINE = {
 }
 # capturing 58 sizes of prompt takes a minute and is not what is measured
 GPU_ONLY = {"cuda_graph_backend_prefill": "disabled"}
+# engines look for free ports from theirs on; started together they would find the same
+FIRST_PORT, PORTS = 31000, 2000
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -62,11 +66,50 @@ PROBES = 32
 KERNELS = 40
 
 
+class EngineEnded(click.ClickException):
+    """An engine ended, or the time for this part, before a step was done."""
+
+
+class Engine:
+    """One SGLang engine, in a process of its own."""
+
+    def __init__(self, name: str, arguments: dict, folder: Path, environment: dict[str, str], end: float):
+        self.name, self.folder, self.end, self.number = name, folder, end, 0
+        folder.mkdir()
+        job, self.log = folder / "arguments.json", folder / "log"
+        job.write_text(json.dumps(arguments, default=str))
+        command = [sys.executable, str(ROOT / "benchmarks" / "serving_job.py"), str(job)]
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def step(self, kind: str, **fields) -> dict:
+        """Have one step done, as `serving_job.py` describes them."""
+        self.number += 1
+        out = self.folder / f"{self.number}.json"
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"kind": kind, "out": str(out), **fields}).encode() + b"\n")
+            self.process.stdin.flush()
+        while not out.exists():
+            if self.process.poll() is not None or time.monotonic() > self.end:
+                what = "ran out of time" if self.process.poll() is None else "ended"
+                raise EngineEnded(f"the engine `{self.name}` {what} in `{kind}`:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.01)
+        return json.loads(out.read_text())
+
+    def stop(self) -> None:
+        """End it: an engine that failed may leave processes that hold the GPU."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 class Run:
-    """Engines of one part, their overrides and their time.
+    """What the engines of one part share: its time, their overrides, a scratch folder.
 
     Args:
-        budget (`float`): Seconds after which no engine is started.
+        budget (`float`): Seconds after which nothing more is measured.
         overrides (`tuple[str]`): `NAME=JSON` arguments of every engine.
     """
 
@@ -75,33 +118,19 @@ class Run:
         self.overrides = {name: json.loads(value) for name, _, value in (text.partition("=") for text in overrides)}
         self.scratch = Path(tempfile.mkdtemp(prefix="serving-"))
 
-    def engine(self, steps: list[dict], **arguments) -> list[dict] | None:
-        """Run one engine through steps; returns what it finished, `None` when there was no time to start it."""
-        left = self.end - time.monotonic()
-        if left <= 0:
-            click.echo("budget spent: engine not started", err=True)
-            return None
+    @contextlib.contextmanager
+    def engines(self, arguments: dict[str, dict]):
+        """Start engines side by side, by name, and stop them at the end; what is timed runs in one at a time."""
         defaults = {**ENGINE, **({} if self.overrides.get("device") == "cpu" else GPU_ONLY)}
-        job, result = self.scratch / "job.json", self.scratch / "result.json"
-        result.unlink(missing_ok=True)
-        engine = {**defaults, **arguments, **self.overrides}
-        job.write_text(json.dumps({"engine": engine, "steps": steps}, default=str))
-        command = [sys.executable, str(ROOT / "benchmarks" / "serving_job.py"), str(job), str(result)]
-        log = self.scratch / "log"
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command, env=self._environment(), stdout=out, stderr=out, start_new_session=True
-            )
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=left)
-            # an engine that is killed, or fails, may leave processes that hold the GPU
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        found = json.loads(result.read_text()) if result.is_file() else {"steps": []}
-        if not found.get("complete"):
-            click.echo(f"engine ended early ({arguments}):\n{log.read_text()[-3000:]}", err=True)
-        return found["steps"]
+        with contextlib.ExitStack() as stack:
+            started = {}
+            for index, (name, own) in enumerate(arguments.items()):
+                own = {**defaults, "port": FIRST_PORT + index * PORTS, **own, **self.overrides}
+                started[name] = Engine(name, own, self.scratch / name, self._environment(), self.end)
+                stack.callback(started[name].stop)
+            for engine in started.values():
+                engine.step("ready")
+            yield started
 
     def _environment(self) -> dict[str, str]:
         """Let SGLang find the plugin also where this package is not installed but lies in the working tree."""
@@ -111,6 +140,15 @@ class Run:
         (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ndspine = dspine_hub.sglang_plugin:register\n")
         path = [str(info.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"}
+
+
+@contextlib.contextmanager
+def kept():
+    """Keep what was measured before an engine or the time ended."""
+    try:
+        yield
+    except EngineEnded as error:
+        click.echo(f"ended early: {error}", err=True)
 
 
 def pair_arguments(kind: str, drafter: Path, backbone: Path) -> dict:
@@ -247,16 +285,20 @@ def texts(obj, tokens, levels, tp):
     run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     step = {"kind": "generate", "prompts": prompts, "sampling": sampling, "keep": True}
-    # the first step warms every batch size up
-    steps = [{**step, "concurrency": level} for level in (max(levels), *levels)]
-    backbone, found = backbone_of(obj["drafter"], run.scratch / "backbone"), {}
-    for kind in ("plain", "dspine", "dflash")[: 3 if tp == 1 else 2]:
-        done = run.engine(steps, tp_size=tp, **pair_arguments(kind, obj["drafter"], backbone)) or []
-        found[kind] = dict(zip(levels, done[1:], strict=False))
+    backbone = backbone_of(obj["drafter"], run.scratch / "backbone")
+    kinds = ("plain", "dspine", "dflash")[: 3 if tp == 1 else 2]
+    arguments = {kind: {"tp_size": tp, **pair_arguments(kind, obj["drafter"], backbone)} for kind in kinds}
+    found = {kind: {} for kind in kinds}
+    with kept(), run.engines(arguments) as engines:
+        # the largest first, once: it warms every batch size up
+        for engine in engines.values():
+            engine.step(**step, concurrency=max(levels))
+        for level in levels:
+            done = {kind: engine.step(**step, concurrency=level) for kind, engine in engines.items()}
+            for kind, one in done.items():
+                found[kind][level] = one
     plain, table = found["plain"], []
-    # an engine that ended early left levels out
-    for level in [level for level in found["dspine"] if level in plain]:
-        ours = found["dspine"][level]
+    for level, ours in found["dspine"].items():
         row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], ours["ids"])}
         row["tau"] = tau(ours["rounds"], ours["ids"])
         # what summing in another order does by itself: plain decoding beside other requests, and beside none
@@ -264,7 +306,7 @@ def texts(obj, tokens, levels, tp):
             row["plain_beside_plain"] = compare_texts(prompts, plain[levels[0]]["ids"], plain[level]["ids"])
         table.append(row)
     if not table:
-        raise click.ClickException("no engine finished: nothing to compare.")
+        raise click.ClickException("no level was finished: nothing to compare.")
     result = {
         "prompts": len(prompts),
         "max_new_tokens": tokens,
@@ -276,11 +318,10 @@ def texts(obj, tokens, levels, tp):
     name = "greedy" if result["dtype"] == "bfloat16" else f"greedy_{result['dtype']}"
     part = {name if tp == 1 else f"{name}_tp{tp}": result}
     if "greedy" in part:
-        speeds = {kind: {n: one["tokens"] / one["seconds"] for n, one in done.items()} for kind, done in found.items()}
         part["tau"] = {"sglang": table[0]["tau"]}
+        speeds = {kind: {n: one["tokens"] / one["seconds"] for n, one in done.items()} for kind, done in found.items()}
         part["throughput"] = [
-            {"concurrency": level, **{kind: speed[level] for kind, speed in speeds.items() if level in speed}}
-            for level in plain
+            {"concurrency": level, **{kind: speed[level] for kind, speed in speeds.items()}} for level in plain
         ]
     save(obj["out"], part)
 
@@ -338,7 +379,7 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
     for name, config in configs.items():
         write_checkpoint(folder / name, config, tensors[name])
     common = {"model_path": folder / "target", "skip_tokenizer_init": True}
-    common |= {"mem_fraction_static": 0.6, "context_length": 4096}
+    common |= {"max_total_tokens": 1 << 15, "context_length": 4096}
     names = {"dspine": "DSPINE", "dflash": "DFLASH", "dflash2": "DFLASH"}
     return {
         name: {**common, "speculative_algorithm": algorithm, "speculative_draft_model_path": folder / name}
@@ -357,41 +398,56 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
     """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.
 
-    What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel.
+    What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel. Engines
+    take turns, so that a device that warms up slows all of them.
     """
-    run, size = obj["run"], 2 * (repeats + 1)
+    run = obj["run"]
 
-    def step(kind, batch, length):
+    def request(batch, length):
         # no two rows alike: a device is slower on numbers that differ
         rng = random.Random(batch)
         prompts = [[rng.randrange(QWEN3_8B["vocab_size"]) for _ in range(32)] for _ in range(batch)]
         sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
-        return {"kind": kind, "prompts": prompts, "sampling": sampling, "concurrency": batch}
+        return {"prompts": prompts, "sampling": sampling, "concurrency": batch}
 
-    # the first pair warms up; profiles come last, since a profiler slows the engine
-    lengths = (tokens // 9, tokens) * (repeats + 1)
-    steps = [step("generate", batch, length) for batch in batches for length in lengths]
-    steps += [step("profile", batch, tokens) for batch in profiled]
-    table = {batch: {"batch": batch} for batch in batches}
-    profiles = {batch: {"batch": batch} for batch in profiled}
-    for name, arguments in shapes(run.scratch / "shapes", selector_rank, conv).items():
-        done = run.engine(steps, **arguments) or []
-        for index, batch in enumerate(batches):
-            part = done[index * size + 2 : (index + 1) * size]
-            times = [
-                1e6 * (long["seconds"] - short["seconds"]) / (max(long["rounds"]) - max(short["rounds"]))
-                for short, long in zip(part[::2], part[1::2], strict=False)
-            ]
-            if times:
-                table[batch] |= {name: statistics.median(times), f"{name}_spread": max(times) - min(times)}
-        for batch, found in zip(profiled, done[len(batches) * size :], strict=False):
-            # the prompt's own pass is one more beside a hundred rounds
-            kernels, count = found["kernels_us"], max(found["rounds"])
-            profiles[batch][name] = {kernel: us / count for kernel, us in list(kernels.items())[:KERNELS]}
+    def round_us(engine, batch):
+        short, long = (engine.step("generate", **request(batch, length)) for length in (tokens // 9, tokens))
+        return 1e6 * (long["seconds"] - short["seconds"]) / (max(long["rounds"]) - max(short["rounds"]))
+
+    table, profiles = [], []
+    with kept(), run.engines(shapes(run.scratch / "shapes", selector_rank, conv)) as engines:
+        for batch in batches:
+            # the first turn warms up
+            turns = [{name: round_us(engine, batch) for name, engine in engines.items()} for _ in range(repeats + 1)]
+            table.append({"batch": batch, **round_row(turns[1:])})
+        # profiles come last, since a profiler slows the engine
+        for batch in profiled:
+            found = {name: engine.step("profile", **request(batch, tokens)) for name, engine in engines.items()}
+            profiles.append({"batch": batch, **{name: profile_of(one) for name, one in found.items()}})
+    if not table:
+        raise click.ClickException("no batch size was finished.")
     protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
-    protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}}
-    part = {"round_us": list(table.values()), "round_protocol": protocol, "round_profile": list(profiles.values())}
-    save(obj["out"], part)
+    protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}, "engines": "side by side, in turn"}
+    save(obj["out"], {"round_us": table, "round_protocol": protocol, "round_profile": profiles})
+
+
+def round_row(turns: list[dict[str, float]]) -> dict[str, float]:
+    """Return median and spread of every drafter's time, and of its ratio to DFlash's in the same turn."""
+    fields = {name: [turn[name] for turn in turns] for name in turns[0]}
+    others = [name for name in fields if name != "dflash"]
+    fields |= {f"{name}_over_dflash": [turn[name] / turn["dflash"] for turn in turns] for name in others}
+    row = {}
+    for name, values in fields.items():
+        row |= {name: statistics.median(values), f"{name}_spread": max(values) - min(values)}
+    return row
+
+
+def profile_of(found: dict) -> dict:
+    """Return what a round took of a profile: kernels, their number, the time in which any ran, and all time."""
+    # the prompt's own pass is one more beside a hundred rounds
+    count = max(found["rounds"])
+    kernels = {name: us / count for name, us in list(found["kernels_us"].items())[:KERNELS]}
+    return {name: found[name] / count for name in ("span_us", "busy_us", "launches")} | {"kernels_us": kernels}
 
 
 @main.command("soak")
@@ -403,15 +459,14 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
 def endurance(obj, minutes, concurrency, longest, seed):
     """Serve a mixed load; watch failures, memory, and texts before and after. Several runs add up in the result."""
     config = json.loads((MINI / "target" / "config.json").read_text())
-    step = {"kind": "soak", "minutes": minutes, "concurrency": concurrency, "longest": longest, "seed": seed}
+    step = {"minutes": minutes, "concurrency": concurrency, "longest": longest, "seed": seed}
     step["vocabulary"] = config["vocab_size"]
     prompts = humaneval(obj["prompts"], obj["limit"] or PROBES)
     sampling = {"temperature": 0.0, "max_new_tokens": 128, "ignore_eos": True}
     step["probe"] = {"prompts": prompts, "sampling": sampling, "concurrency": len(prompts), "keep": True}
-    done = obj["run"].engine([step], **pair_arguments("dspine", obj["drafter"], None))
-    if not done:
-        raise click.ClickException("the engine did not finish.")
-    found, old = done[0], (json.loads(obj["out"].read_text()) if obj["out"].is_file() else {}).get("soak", {})
+    with obj["run"].engines({"dspine": pair_arguments("dspine", obj["drafter"], None)}) as engines:
+        found = engines["dspine"].step("soak", **step)
+    old = (json.loads(obj["out"].read_text()) if obj["out"].is_file() else {}).get("soak", {})
     before, after = found["probe"]["before"], found["probe"]["after"]
     found["probe"] = {
         "prompts": len(prompts),

@@ -1,7 +1,8 @@
-"""Run one SGLang engine through a list of steps: `python benchmarks/serving_job.py JOB.json RESULT.json`.
+"""Run one SGLang engine: `python benchmarks/serving_job.py ARGUMENTS.json`, steps on stdin, one JSON a line.
 
-A process of its own, since an engine that fails takes its parents along; results are written after every step.
-A step is `{"kind": "generate" | "profile" | "soak", ...}`; see the functions below for their fields.
+A process of its own, since an engine that fails takes its parents along. A step is
+`{"kind": "ready" | "generate" | "profile" | "soak", "out": FILE, ...}`; see the functions below for other fields. Its
+result appears in `FILE`, whole, when it is done.
 """
 
 import asyncio
@@ -67,9 +68,11 @@ async def generate(engine, step: dict) -> dict:
 
 
 async def profile(engine, step: dict) -> dict:
-    """Decode prompts under the engine's profiler; adds `kernels_us`, the time of every kernel in all.
+    """Decode prompts under the engine's profiler.
 
-    Fields: those of [`generate`]. Without a GPU operators are counted, nested ones twice.
+    Fields: those of [`generate`]. Adds `kernels_us`, the time of every kernel in all, their number `launches`,
+    `busy_us`, in which any ran, and `span_us`, from the first to the last. Without a GPU operators are counted, nested
+    ones twice.
     """
     import torch
     from sglang.srt.managers.io_struct import ProfileReq
@@ -83,13 +86,23 @@ async def profile(engine, step: dict) -> dict:
         result = await generate(engine, step)
         await engine.tokenizer_manager.stop_profile()
         kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if gpu else {"cpu_op"}
-        times = collections.Counter()
+        times, spans = collections.Counter(), []
         for path in Path(folder).rglob("*.json*"):
             with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
                 for event in json.load(file)["traceEvents"]:
                     if event.get("cat") in kinds:
                         times[event["name"][:120]] += event["dur"]
-    return {**result, "kernels_us": dict(times.most_common())}
+                        spans.append((event["ts"], event["ts"] + event["dur"]))
+    return {**result, "kernels_us": dict(times.most_common()), "launches": len(spans), **covered(spans)}
+
+
+def covered(spans: list[tuple[float, float]]) -> dict[str, float]:
+    """Measure intervals: `busy_us` is what they cover, `span_us` reaches from the first start to the last end."""
+    busy = reach = first = min(start for start, _ in spans)
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return {"busy_us": busy - first, "span_us": reach - first}
 
 
 async def soak(engine, step: dict) -> dict:
@@ -150,25 +163,26 @@ async def soak(engine, step: dict) -> dict:
     }
 
 
-STEPS = {"generate": generate, "profile": profile, "soak": soak}
+async def ready(engine, step: dict) -> dict:
+    """Say that the engine has started."""
+    return {}
 
 
-def main(job_file: str, result_file: str) -> None:
-    """Start the engine, run the steps, write what there is after each."""
+STEPS = {"ready": ready, "generate": generate, "profile": profile, "soak": soak}
+
+
+def main(arguments_file: str) -> None:
+    """Start the engine and run steps until there are no more."""
     import sglang
 
-    with open(job_file) as file:
-        job = json.load(file)
-    started = time.perf_counter()
-    engine = sglang.Engine(**job["engine"])
-    results = {"start_seconds": time.perf_counter() - started, "steps": []}
-    for step in job["steps"]:
-        results["steps"].append(engine.loop.run_until_complete(STEPS[step["kind"]](engine, step)))
-        with open(result_file, "w") as file:
-            json.dump(results, file)
-    results["complete"] = True
-    with open(result_file, "w") as file:
-        json.dump(results, file)
+    engine = sglang.Engine(**json.loads(Path(arguments_file).read_text()))
+    for line in sys.stdin:
+        step = json.loads(line)
+        out = Path(step["out"])
+        result = engine.loop.run_until_complete(STEPS[step["kind"]](engine, step))
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.rename(out)
     engine.shutdown()
 
 

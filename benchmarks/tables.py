@@ -226,7 +226,7 @@ def rounds_table(rows: list[dict]) -> str:
     """Render the cost of a round by drafter."""
     lines = ["| batch | DFlash, ms | DFlash2 | DSpine |", "|---|---|---|---|"]
     for row in rows:
-        ratios = " | ".join(f"{row[name] / row['dflash'] - 1:+.1%}" for name in ("dflash2", "dspine"))
+        ratios = " | ".join(f"{row[f'{name}_over_dflash'] - 1:+.1%}" for name in ("dflash2", "dspine"))
         lines.append(f"| {row['batch']} | {row['dflash'] / 1000:.2f} | {ratios} |")
     return "\n".join(lines)
 
