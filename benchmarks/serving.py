@@ -41,8 +41,6 @@ ENGINE = {
 }
 # capturing 58 sizes of prompt takes a minute and is not what is measured
 GPU_ONLY = {"cuda_graph_backend_prefill": "disabled"}
-# engines look for free ports from theirs on; started together they would find the same
-FIRST_PORT, PORTS = 31000, 2000
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -124,8 +122,8 @@ class Run:
         defaults = {**ENGINE, **({} if self.overrides.get("device") == "cpu" else GPU_ONLY)}
         with contextlib.ExitStack() as stack:
             started = {}
-            for index, (name, own) in enumerate(arguments.items()):
-                own = {**defaults, "port": FIRST_PORT + index * PORTS, **own, **self.overrides}
+            for name, own in arguments.items():
+                own = {**defaults, **own, **self.overrides}
                 started[name] = Engine(name, own, self.scratch / name, self._environment(), self.end)
                 stack.callback(started[name].stop)
             for engine in started.values():
