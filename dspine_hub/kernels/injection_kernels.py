@@ -126,9 +126,7 @@ def _gate_kernel(
     x_ptr,  # [rows, C], its first R columns
     anchor_ptr,  # [B], int64
     table_ptr,  # [V, 2M]
-    message_ptr,  # [M, R]
-    receiver_ptr,  # [M, R]
-    predecessor_ptr,  # [M, R]
+    weight_ptr,  # [3M, R]: receiver gate, predecessor gate, message
     bias_ptr,  # [M]
     z_ptr,  # [rows, M]
     gate_ptr,  # [rows, M]
@@ -183,7 +181,8 @@ def _gate_kernel(
         # an anchor predicts nothing: its products are zero, and so is what slot 1 takes from them
         predicts = own & (r % N > 0)
         f_ptr = x_ptr + r[:, None] * C + k[None, :]
-        w_at = m[None, :] * R + k[:, None]
+        receiver_ptr = weight_ptr + m[None, :] * R + k[:, None]
+        predecessor_ptr, message_ptr = receiver_ptr + M * R, receiver_ptr + 2 * M * R
         receiver = tl.zeros((BM, BN), tl.float32)
         gate = tl.zeros((BM, BN), tl.float32)
         message = tl.zeros((BM, BN), tl.float32)
@@ -191,9 +190,9 @@ def _gate_kernel(
         if steps == 1:
             # weights do not depend on the launch in front: they are on their way before it ends
             inside = (m < M)[None, :] & (k < R)[:, None]
-            w_receiver = tl.load(receiver_ptr + w_at, inside, 0.0)
-            w_gate = tl.load(predecessor_ptr + w_at, inside, 0.0)
-            w_message = tl.load(message_ptr + w_at, inside, 0.0)
+            w_receiver = tl.load(receiver_ptr, inside, 0.0)
+            w_gate = tl.load(predecessor_ptr, inside, 0.0)
+            w_message = tl.load(message_ptr, inside, 0.0)
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
             f = tl.load(f_ptr, predicts[:, None] & (k < R)[None, :], 0.0)
@@ -209,11 +208,11 @@ def _gate_kernel(
                 deep = k < (BK * SPLIT * steps if even else R - step * BK)
                 inside = (m < M)[None, :] & deep[:, None]
                 f = tl.load(f_ptr + step * BK, predicts[:, None] & deep[None, :], 0.0)
-                w = tl.load(receiver_ptr + w_at + step * BK, inside, 0.0)
+                w = tl.load(receiver_ptr + step * BK, inside, 0.0)
                 receiver = tl.dot(f, w, receiver, input_precision=PRECISION)
-                w = tl.load(predecessor_ptr + w_at + step * BK, inside, 0.0)
+                w = tl.load(predecessor_ptr + step * BK, inside, 0.0)
                 gate = tl.dot(f, w, gate, input_precision=PRECISION)
-                w = tl.load(message_ptr + w_at + step * BK, inside, 0.0)
+                w = tl.load(message_ptr + step * BK, inside, 0.0)
                 message = tl.dot(f, w, message, input_precision=PRECISION)
                 square += f.to(tl.float32) * f.to(tl.float32)
         f_square = tl.sum(square, 1)
@@ -427,9 +426,7 @@ def gate(
         products,
         anchor,
         tables.predecessors,
-        weights.message,
-        weights.receiver_gate,
-        weights.predecessor_gate,
+        tables.gates,
         weights.bias,
         z,
         gate,
