@@ -31,7 +31,7 @@ ENGINE = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    # engines share a device: each takes what it needs, and none measures how much is free
+    # engines share a device: the tokens of its cache say what each takes, not how much is free
     "mem_fraction_static": 0.9,
     "max_total_tokens": 1 << 18,
     "max_running_requests": 64,
