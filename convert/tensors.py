@@ -1,6 +1,6 @@
 """Stored tensors, read and written in pieces: a file of any size passes through a few megabytes of memory.
 
-The safetensors library reads headers here, and so finds damaged files; its writer wants every tensor at once, which is
+The safetensors library finds damaged files (`sources.read_headers`); its writer wants every tensor at once, which is
 why this module writes the format itself: the header's length, the header, the data, in the library's own order.
 """
 
@@ -138,22 +138,8 @@ def list_tensors(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of one safetensors file; `DSpineHubError` when it is cut off."""
-    read_headers(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(
-            name,
-            tuple(fields["shape"]),
-            fields["dtype"],
-            path,
-            8 + length + fields["data_offsets"][0],
-            fields["data_offsets"][1] - fields["data_offsets"][0],
-        )
-        for name, fields in header.items()
-    }
+    headers = read_headers(path)
+    return {h.name: StoredTensor(h.name, h.shape, h.dtype, path, h.start, h.size) for h in headers}
 
 
 def write_weights(folder: Path, items: list[Item], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:

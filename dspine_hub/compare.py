@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
+from dspine_hub.sources import TensorHeader, read_headers
 
 
 @dataclass
@@ -81,34 +82,21 @@ def read_flat(path: Path | None) -> dict:
 
 def _tensors(files: dict[str, Path]) -> dict[str, dict]:
     """Hash every stored tensor by its own bytes, so that moving one to another shard is no change."""
-    tensors = {}
-    for name, path in files.items():
-        if not name.endswith(".safetensors"):
-            continue
-        try:
-            with path.open("rb") as file:
-                start = 8 + int.from_bytes(file.read(8), "little")
-                if start > path.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(file.read(start - 8))
-                header.pop("__metadata__", None)
-                for tensor, fields in header.items():
-                    first, last = fields["data_offsets"]
-                    if start + last > path.stat().st_size:
-                        raise ValueError(f"`{tensor}` lies behind its end")
-                    digest = _range_sha256(file, start + first, last - first)
-                    tensors[tensor] = {"dtype": fields["dtype"], "shape": fields["shape"], "sha256": digest}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DSpineHubError(f"`{path}` must be a complete safetensors file: {error}.") from None
-    return tensors
+    return {
+        header.name: {"dtype": header.dtype, "shape": list(header.shape), "sha256": _sha256(path, header)}
+        for name, path in files.items()
+        if name.endswith(".safetensors")
+        for header in read_headers(path)
+    }
 
 
-def _range_sha256(file, start: int, length: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(start)
-    while length and (piece := file.read(min(length, 1 << 20))):
-        digest.update(piece)
-        length -= len(piece)
+def _sha256(path: Path, header: TensorHeader) -> str:
+    digest, length = hashlib.sha256(), header.size
+    with path.open("rb") as file:
+        file.seek(header.start)
+        while length and (piece := file.read(min(length, 1 << 20))):
+            digest.update(piece)
+            length -= len(piece)
     return digest.hexdigest()
 
 
