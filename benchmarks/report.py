@@ -1,4 +1,7 @@
-"""The end of every benchmark: its result with machine, versions and commit, as one JSON object."""
+"""The end of a benchmark: its result with machine, versions and commit, as one JSON object.
+
+`serving.py` adds part after part to one file and so writes its own.
+"""
 
 import json
 from pathlib import Path

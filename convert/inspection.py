@@ -5,7 +5,7 @@ from pathlib import Path
 from dspine_hub import sources
 from dspine_hub.convert.conversion import Source, plan_names
 from dspine_hub.convert.settings import flatten, read_settings
-from dspine_hub.convert.tensors import StoredTensor, list_tensors
+from dspine_hub.convert.tensors import StoredTensor, list_tensors, stored_tensors
 from dspine_hub.errors import DSpineHubError
 
 SETTINGS = (
@@ -106,10 +106,4 @@ def _sizes(files: dict[Path, dict[str, StoredTensor]]) -> dict:
 def _headers(place: sources.Source) -> dict[Path, dict[str, StoredTensor]]:
     if place.folder is not None:
         return list_tensors(place.folder)
-    return {
-        Path(file): {
-            header.name: StoredTensor(header.name, header.shape, header.dtype, Path(file), 0, header.size)
-            for header in headers
-        }
-        for file, headers in place.remote_headers().items()
-    }
+    return {Path(file): stored_tensors(headers, Path(file)) for file, headers in place.remote_headers().items()}

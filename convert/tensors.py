@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.sources import read_headers
+from dspine_hub.sources import TensorHeader, read_headers
 
 # small enough to stay in the processor's cache between reading, checking, hashing and writing
 PIECE = 1 << 20
@@ -138,7 +138,11 @@ def list_tensors(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of one safetensors file; `DSpineHubError` when it is cut off."""
-    headers = read_headers(path)
+    return stored_tensors(read_headers(path), path)
+
+
+def stored_tensors(headers: list[TensorHeader], path: Path) -> dict[str, StoredTensor]:
+    """Name the tensors a file's headers describe."""
     return {h.name: StoredTensor(h.name, h.shape, h.dtype, path, h.start, h.size) for h in headers}
 
 

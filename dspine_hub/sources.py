@@ -18,12 +18,12 @@ LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, Str
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A stored tensor: name, shape, safetensors' dtype (`"BF16"`), its bytes, and where in the file they start."""
+    """A stored tensor: name, shape, safetensors' dtype (`"BF16"`), its bytes, and where in a local file they start."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    size: int = 0
+    size: int
     start: int = 0
 
 
@@ -88,7 +88,7 @@ class Source:
         except NotASafetensorsRepoError:
             return {}
         return {
-            name: TensorHeader(name, tuple(tensor.shape), str(getattr(tensor.dtype, "value", tensor.dtype)))
+            name: _remote_header(name, tensor)
             for file in metadata.files_metadata.values()
             for name, tensor in file.tensors.items()
         }
@@ -109,15 +109,7 @@ class Source:
         except (HfHubHTTPError, HTTPError) as error:
             raise DSpineHubError(f"`{self.name}` must be a repository you can read, got: {error}") from None
         return {
-            file: [
-                TensorHeader(
-                    name,
-                    tuple(tensor.shape),
-                    str(getattr(tensor.dtype, "value", tensor.dtype)),
-                    tensor.data_offsets[1] - tensor.data_offsets[0],
-                )
-                for name, tensor in metadata.tensors.items()
-            ]
+            file: [_remote_header(name, tensor) for name, tensor in metadata.tensors.items()]
             for file, metadata in found.items()
         }
 
@@ -143,6 +135,11 @@ class Source:
             return None
         except HfHubHTTPError as error:
             raise DSpineHubError(f"`{self.name}` must be a repository you can read, got: {error}") from None
+
+
+def _remote_header(name: str, tensor) -> TensorHeader:
+    first, last = tensor.data_offsets
+    return TensorHeader(name, tuple(tensor.shape), str(getattr(tensor.dtype, "value", tensor.dtype)), last - first)
 
 
 def read_headers(path: Path) -> list[TensorHeader]:
