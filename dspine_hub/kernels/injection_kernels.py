@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from .transfer_tables import TransferTables
 from .triton_support import Tile, cdiv, dot_precision, jit, next_power_of_2, overlap, pick_tile, tl
 
+# from torch 2.8 on, without autograd and outside compiled graphs
+WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
+
 
 @jit
 def _readout_kernel(
@@ -416,7 +419,7 @@ def gate(
     tiles = (cdiv(size, tile.columns), cdiv(anchor.shape[0], tile.rows // block))
     split = _split(tile, tiles[0] * tiles[1], tables.tickets)
     z = hidden.new_empty(rows, size)
-    gate = hidden.new_empty(rows, size) if layer == tables.last else z
+    gate = tables.root.new_empty(rows, size) if layer == tables.last else z
     # about four steps for every program that sums squares
     squares = max(1, tile.rows // (8 * split))
     square = hidden.new_empty(squares * split, rows, dtype=torch.float32)
@@ -454,14 +457,21 @@ def gate(
     return z, gate, square
 
 
+def _gate_products(x: torch.Tensor, weight: torch.Tensor, last: bool) -> torch.Tensor:
+    # scores depend on those of the last layer: they stay in float32 where torch can return it
+    if last and WIDE_PRODUCTS and x.is_cuda and not torch.compiler.is_compiling():
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x, weight)
+
+
 def gate_of_many(
     hidden: torch.Tensor, products: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch 2 for many rows: its products by the vendor's kernel, what follows them row by row."""
     rows, (size, rank) = hidden.shape[0], tables.layers[layer].message.shape
-    gates = F.linear(products[:, :rank], tables.gates)
+    gates = _gate_products(products[:, :rank], tables.gates, layer == tables.last)
     z = hidden.new_empty(rows, size)
-    gate = hidden.new_empty(rows, size) if layer == tables.last else z
+    gate = tables.root.new_empty(rows, size) if layer == tables.last else z
     square = hidden.new_empty(1, rows, dtype=torch.float32)
     _message_kernel[(rows,)](
         hidden,

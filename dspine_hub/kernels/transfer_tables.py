@@ -5,8 +5,8 @@
     root            = R of W = QR, so that |W z| = |root z|                                 [M, M]
     head_messages[v] = W^T (w * lm_head[v]),                   w = weight of the final norm [V, M], optional
 
-Sums run in float32; the tables are stored in the dtype of the weights. Source of the algebra: the module docstring of
-`transition_scores`.
+Sums run in float32. The projection has the dtype of the weights, the rest that of [`table_dtype`]. Source of the
+algebra: the module docstring of `transition_scores`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class TransferTables:
 
     Args:
         layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
-        predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token.
+        predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token; as `root` and
+            `head_messages`, of [`table_dtype`].
         projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
         gates (`torch.Tensor` of shape `[3M, R]`): Receiver gate, predecessor gate and message of all layers.
         root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
@@ -75,13 +76,47 @@ class TransferTables:
         return len(self.layers) - 1
 
 
-def _table(rows: torch.Tensor, weight: torch.Tensor, scale) -> torch.Tensor:
-    """Compute `scale * rows @ weight.T` in float32, a chunk of rows at a time; returns the dtype of `weight`."""
-    table = torch.empty(rows.shape[0], weight.shape[0], dtype=weight.dtype, device=weight.device)
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of tables for weights of `dtype`: float16 for bfloat16, which is as large and 8 times as fine.
+
+    Candidates are compared by small differences of scores, and products of weights need none of bfloat16's range.
+    """
+    return torch.float16 if dtype == torch.bfloat16 else dtype
+
+
+def stored(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round float32 values to what a table of that name holds.
+
+    Raises:
+        ValueError: When a value is beyond the range of the table's dtype.
+    """
+    rounded = values.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        largest = float(values.abs().max())
+        raise ValueError(f"`{name}` must be finite in {dtype}, got values up to {largest:.3g}. -> load it in float32")
+    return rounded
+
+
+def _table(name: str, rows: torch.Tensor, weight: torch.Tensor, scale) -> torch.Tensor:
+    """Compute `scale * rows @ weight.T` in float32, a chunk of rows at a time."""
+    dtype = table_dtype(weight.dtype)
+    table = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=weight.device)
     wide = weight.float()
     for out, chunk in zip(table.split(CHUNK), rows.split(CHUNK), strict=True):
-        out.copy_(F.linear(chunk.to(weight.device, torch.float32) * scale, wide))
+        out.copy_(stored(name, F.linear(chunk.to(weight.device, torch.float32) * scale, wide), dtype))
     return table
+
+
+@torch.no_grad()
+def head_message_table(head_weight: torch.Tensor, write: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+    """Compute what rows of an LM head read of a message: `W^T (w * e)` of each, `[V, M]`.
+
+    Args:
+        head_weight (`torch.Tensor` of shape `[V, H]`): Rows of the head, all or some.
+        write (`torch.Tensor` of shape `[H, M]`): Of the last layer.
+        norm_weight (`torch.Tensor` of shape `[H]`): Of the final RMSNorm.
+    """
+    return _table("head_messages", head_weight, write.T, norm_weight.float())
 
 
 @torch.no_grad()
@@ -101,13 +136,14 @@ def transfer_tables(
         norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
         head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head.
         head_messages (`bool`): Keep the `[V, M]` table that spares a round `2 * S * K * H * M` operations a request.
-            It costs `V * M` values: 156 MB in bfloat16 for Qwen3-8B and `M = 512`.
+            It costs `V * M` values: 156 MB in half precision for Qwen3-8B and `M = 512`.
 
     Returns:
-        [`TransferTables`] on the device and in the dtype of the weights.
+        [`TransferTables`] on the device of the weights.
 
     Raises:
-        ValueError: When codes and head have another number of rows or columns than the weights say.
+        ValueError: When codes and head have another number of rows or columns than the weights say, or a table holds
+            a value beyond the range of its dtype.
     """
     last = layers[-1]
     rank, hidden = last.readout.shape
@@ -119,17 +155,18 @@ def transfer_tables(
     root = torch.linalg.qr(last.write.double(), mode="r").R
     # a write with more columns than rows has a flat triangle
     root = F.pad(root, (0, 0, 0, root.shape[1] - root.shape[0]))
+    predecessor = torch.cat((last.message, last.predecessor_gate))
     return TransferTables(
         layers=tuple(layers),
-        predecessors=_table(codes, torch.cat((last.message, last.predecessor_gate)), math.sqrt(rank)),
+        predecessors=_table("predecessors", codes, predecessor, math.sqrt(rank)),
         projection=torch.cat((last.readout, last.write.T)).contiguous(),
         gates=torch.cat((last.receiver_gate, last.predecessor_gate, last.message)),
         # a factorisation returns columns
-        root=root.to(last.write.dtype).contiguous(),
+        root=stored("root", root, table_dtype(last.write.dtype)).contiguous(),
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         head_weight=head_weight,
-        head_messages=_table(head_weight, last.write.T, norm_weight.float()) if head_messages else None,
+        head_messages=head_message_table(head_weight, last.write, norm_weight) if head_messages else None,
         # one a tile whose sum is split: splitting stops long before a grid has as many tiles
         tickets=torch.zeros(4096, dtype=torch.int32, device=last.write.device),
     )

@@ -105,7 +105,7 @@ def slot_projection(state: torch.Tensor, tables: TransferTables) -> SlotProjecti
     """Compute the projection of states `[B, S, H]` whose injection did not keep it."""
     weights = tables.layers[tables.last]
     receiver = F.linear(predicted_feature(state, weights.readout), weights.receiver_gate)
-    return SlotProjection(receiver, torch.matmul(state, weights.write))
+    return SlotProjection(receiver.to(tables.root.dtype), torch.matmul(state, weights.write))
 
 
 def _scores_torch(state, candidates, anchor, projection, tables, backbone) -> torch.Tensor:
@@ -156,9 +156,10 @@ def _head_message_kernel(
         k = step * BK + tl.arange(0, BK)
         e = tl.load(head_ptr + token[:, None] * H + k[None, :], (r < rows)[:, None] & (k < H)[None, :], 0.0)
         w = tl.load(norm_ptr + k, k < H, 0.0)
-        x = (e.to(tl.float32) * w.to(tl.float32)[None, :]).to(write_ptr.dtype.element_ty)
+        # both rounded as finely as the result
+        x = (e.to(tl.float32) * w.to(tl.float32)[None, :]).to(out_ptr.dtype.element_ty)
         y = tl.load(write_ptr + k[:, None] * M + m[None, :], (k < H)[:, None] & (m < M)[None, :], 0.0)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y.to(out_ptr.dtype.element_ty), acc, input_precision=PRECISION)
     inside = (r < rows)[:, None] & (m < M)[None, :]
     tl.store(out_ptr + r.to(tl.int64)[:, None] * M + m[None, :], acc.to(out_ptr.dtype.element_ty), inside)
 
@@ -336,7 +337,7 @@ def _gathered_head_messages(candidates: torch.Tensor, tables: TransferTables) ->
     """Compute `G_d` of the candidates only, `[B * S * K, M]`, where there is no table of it."""
     write = tables.layers[tables.last].write
     rows, (width, size) = candidates.numel(), write.shape
-    out = write.new_empty(rows, size)
+    out = tables.root.new_empty(rows, size)
     small = write.dtype == torch.float32
     tile = Tile(16, 32, 32, stages=2) if small else Tile(64, 128, 64)
     _head_message_kernel[(cdiv(size, tile.columns), cdiv(rows, tile.rows))](

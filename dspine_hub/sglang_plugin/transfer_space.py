@@ -46,7 +46,7 @@ class TransferSpace(AdjacentInjection):
         no_head = norm.weight.new_zeros(1, 1).expand(codes.shape[0], norm.weight.shape[0])
         tables = transfer_tables(layers, codes, norm.weight, norm.variance_epsilon, no_head, head_messages=False)
         if self.tables is None:
-            rows = torch.zeros(codes.shape[0], self.bias.shape[0], dtype=self.bias.dtype, device=self.bias.device)
+            rows = tables.root.new_zeros(codes.shape[0], self.bias.shape[0])
             self.tables = dataclasses.replace(tables, head_messages=rows)
             return
         for name in ("predecessors", "projection", "gates", "root"):

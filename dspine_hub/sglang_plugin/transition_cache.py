@@ -9,6 +9,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from dspine_hub.kernels import BackboneLogits, InjectedBlock, SlotProjection, candidate_walk
+from dspine_hub.kernels.transfer_tables import head_message_table, stored, table_dtype
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 
 # columns sent through the head at once while its table is made
@@ -27,7 +28,9 @@ def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock
     Returns:
         `torch.Tensor` of shape `[B * N, 2 H + 2 M]`, or `[B * N, 2 H + 3 M + 8]`.
     """
-    parts = [normed, state, *(x.flatten(0, 1) for x in injected.projection)]
+    receiver, update = (x.flatten(0, 1) for x in injected.projection)
+    # the receiver gates travel as bits: they are of another dtype, as large
+    parts = [normed, state, receiver.view(state.dtype), update]
     if not readable:
         length = torch.linalg.vector_norm(injected.hidden, dim=-1, keepdim=True, dtype=torch.float32)
         # eight times, since a product of rows that are no multiple of 16 bytes is slow
@@ -47,10 +50,11 @@ class SelectorRows(NamedTuple):
 def take_rows(rows: torch.Tensor, width: int, size: int) -> SelectorRows:
     """Take rows of slots `[B, S, 2 H + ...]` apart; `width` is `H`, `size` is `M`."""
     state, receiver, update = rows[..., width : 2 * width + 2 * size].split((width, size, size), dim=-1)
+    projection = SlotProjection(receiver.view(table_dtype(rows.dtype)), update)
     rest = rows[..., 2 * width + 2 * size :]
     if rest.shape[-1] == 0:
-        return SelectorRows(state, SlotProjection(receiver, update))
-    return SelectorRows(state, SlotProjection(receiver, update), rest[..., :size], rest[..., size])
+        return SelectorRows(state, projection)
+    return SelectorRows(state, projection, rest[..., :size], rest[..., size])
 
 
 class TransitionCache:
@@ -83,18 +87,17 @@ class TransitionCache:
         self._head = head
 
     def _head_messages(self, head: nn.Module, whole: bool, quantised: bool) -> torch.Tensor:
-        """Send the columns of the last write through the head: `G` of shape `[V, M]`, whole on every rank."""
+        """Make the table `G` of shape `[V, M]`, whole on every rank."""
         if getattr(head, "num_added_embeddings", 0):
             raise ValueError("the target's LM head must have no added rows (LoRA vocabulary), got some.")
-        columns = (self.norm.weight * self.space.writes[-1].weight.T).contiguous()  # [M, H]
-        parts = []
-        for chunk in columns.split(CHUNK):
-            if quantised:
-                logits = head.quant_method.apply(head, chunk, None)
-            else:
-                logits = torch.matmul(chunk.to(head.weight.dtype), head.weight.T)
-            parts.append(logits.T.to(columns.dtype))
-        table = torch.cat(parts, dim=1).contiguous()
+        norm, write = self.norm.weight, self.space.writes[-1].weight
+        if quantised:
+            # its rows cannot be read, but columns can be sent through it
+            columns = (norm * write.T).contiguous()  # [M, H]
+            parts = (head.quant_method.apply(head, chunk, None).T for chunk in columns.split(CHUNK))
+            table = torch.cat([stored("head_messages", part, table_dtype(write.dtype)) for part in parts], dim=1)
+        else:
+            table = head_message_table(head.weight, write, norm)
         # ranks hold equal, ascending shards, so gathered rows stand at their token ids
         return table if whole else tensor_model_parallel_all_gather(table, dim=0)
 
