@@ -188,7 +188,7 @@ def check_round(drafter: Drafter, inputs: Round) -> dict:
     return {"max_rel_err": worst, "paths_equal": same, "blocks": scores.shape[0], "widest_tie": max(ties)}
 
 
-def check_blocks(drafter: Drafter, shape: Shape, batch: int, blocks: int = 192) -> dict:
+def check_blocks(drafter: Drafter, shape: Shape, batch: int, blocks: int = 1024) -> dict:
     """Check rounds of one batch size until at least `blocks` blocks were compared; see [`check_round`]."""
     weight = drafter.layers[0].readout
     found = [
