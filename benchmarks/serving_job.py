@@ -20,14 +20,21 @@ from pathlib import Path
 import psutil
 
 
+def host_bytes(process: psutil.Process) -> int:
+    """Return the host memory of one process, its part of shared pages; 0 where it has ended since it was listed."""
+    try:
+        return process.memory_full_info().pss
+    except psutil.NoSuchProcess:  # an engine compiles kernels in short-lived children
+        return 0
+
+
 def memory_megabytes() -> dict[str, float]:
     """Return what the processes of this engine hold: GPU memory (0 without a GPU) and host memory."""
     import torch
 
     me = psutil.Process()
     processes = (me, *me.children(recursive=True))
-    # pages that processes share count once, in parts
-    host = sum(process.memory_full_info().pss for process in processes) / 2**20
+    host = sum(map(host_bytes, processes)) / 2**20
     if not torch.cuda.is_available():
         return {"gpu": 0.0, "host": host}
     # of the driver, not of the device, which other engines may share
