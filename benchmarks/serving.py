@@ -212,7 +212,8 @@ def divergences(prompts, plain, found) -> list[dict]:
     """Describe the first difference of every text that differs: position, tokens, and the target's logit gap.
 
     In bfloat16 two logits can tie, and a block is summed in another order than single tokens. The gap is taken from
-    the target in float32 for the common prefix: a gap beyond rounding is a real loss.
+    the target in float32 for the common prefix: a gap beyond rounding is a real loss. `right` is the text that has
+    the larger of the two: about as often either, where rounding alone decides.
     """
     import torch
 
@@ -224,11 +225,11 @@ def divergences(prompts, plain, found) -> list[dict]:
         target = exact_target()
         with torch.no_grad():
             logits = target(torch.tensor([ids + a[:place]], device=target.device)).logits[0, -1]
-        gap = float((logits[a[place]] - logits[b[place]]).abs())
+        gap = float(logits[a[place]] - logits[b[place]])
         # the next number bfloat16 knows beside a logit of this size
         spacing = 2.0 ** (math.frexp(float(logits[a[place]]))[1] - 8)
-        tokens = {"plain": a[place], "speculative": b[place]}
-        gaps.append({"prompt": number, "position": place, **tokens, "gap": gap, "spacing": spacing})
+        tokens = {"plain": a[place], "speculative": b[place], "right": "plain" if gap > 0 else "speculative"}
+        gaps.append({"prompt": number, "position": place, **tokens, "gap": abs(gap), "spacing": spacing})
     return gaps
 
 
@@ -274,11 +275,13 @@ def main(context, out, budget, overrides, drafter, prompts, limit):
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 4, 8, 16, 32, 64), show_default=True)
 @click.option("--tp", default=1, show_default=True, help="Ranks; above 1 only texts are compared, `greedy_tp<n>`.")
+@click.option("--repeats", default=3, show_default=True, help="Of every concurrency from 8 on, where one is short.")
 @click.pass_obj
-def texts(obj, tokens, levels, tp):
+def texts(obj, tokens, levels, tp, repeats):
     """Decode greedily, plain and with drafters, at every concurrency: equal texts, acceptance, tokens a second.
 
-    DFlash is the drafter's own backbone served by SGLang's DFlash model: causal, without injection.
+    DFlash is the drafter's own backbone served by SGLang's DFlash model: causal, without injection. Throughput is the
+    median of the repeats.
     """
     run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -288,13 +291,18 @@ def texts(obj, tokens, levels, tp):
     arguments = {kind: {"tp_size": tp, **pair_arguments(kind, obj["drafter"], backbone)} for kind in kinds}
     found = {kind: {} for kind in kinds}
     with kept(), run.engines(arguments) as engines:
-        # the largest first, once: it warms every batch size up
-        for engine in engines.values():
-            engine.step(**step, concurrency=max(levels))
         for level in levels:
-            done = {kind: engine.step(**step, concurrency=level) for kind, engine in engines.items()}
-            for kind, one in done.items():
-                found[kind][level] = one
+            # a size that is new to the engine may compile a kernel
+            for engine in engines.values():
+                engine.step(**{**step, "prompts": prompts[: 2 * level]}, concurrency=level)
+            turns = repeats if level >= 8 and tp == 1 else 1
+            done = [
+                {kind: engine.step(**step, concurrency=level) for kind, engine in engines.items()}
+                for _ in range(turns)
+            ]
+            for kind in kinds:
+                seconds = statistics.median(turn[kind]["seconds"] for turn in done)
+                found[kind][level] = {**done[0][kind], "seconds": seconds}
     plain, table = found["plain"], []
     for level, ours in found["dspine"].items():
         row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], ours["ids"])}
@@ -387,8 +395,8 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 
 @main.command("rounds")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32, 64), show_default=True)
-@click.option("--tokens", default=144, show_default=True, help="Tokens of a long request; a short one has a ninth.")
-@click.option("--repeats", default=5, show_default=True)
+@click.option("--tokens", default=96, show_default=True)
+@click.option("--repeats", default=7, show_default=True)
 @click.option("--selector-rank", default=256, show_default=True, help="Of the DFlash2-style drafter.")
 @click.option("--profile", "profiled", multiple=True, type=int, default=(1,), show_default=True, help="Batch sizes.")
 @click.option("--conv", nargs=2, type=int, default=(2, 16), show_default=True, help="Its kernel and group; 0 0: none.")
@@ -396,21 +404,22 @@ def shapes(folder: Path, selector_rank: int, conv: tuple[int, int]) -> dict[str,
 def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
     """Time a draft-verify round at the shapes of Qwen3-8B, with random weights.
 
-    What a long request takes more than a short one, by the rounds it has more: prompt and scheduling cancel. Engines
-    take turns, so that a device that warms up slows all of them.
+    The outputs of a batch's first request say when its rounds end. Engines take turns, so that a device that warms up
+    slows all of them.
     """
     run = obj["run"]
 
-    def request(batch, length):
+    def request(batch):
         # no two rows alike: a device is slower on numbers that differ
         rng = random.Random(batch)
         prompts = [[rng.randrange(QWEN3_8B["vocab_size"]) for _ in range(32)] for _ in range(batch)]
-        sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         return {"prompts": prompts, "sampling": sampling, "concurrency": batch}
 
     def round_us(engine, batch):
-        short, long = (engine.step("generate", **request(batch, length)) for length in (tokens // 9, tokens))
-        return 1e6 * (long["seconds"] - short["seconds"]) / (max(long["rounds"]) - max(short["rounds"]))
+        found = engine.step("rounds", **request(batch))
+        # random weights agree on next to nothing: a round is little more than a token
+        return 1e6 * token_seconds(found["seen"]) * (tokens - 1) / found["rounds"][0]
 
     table, profiles = [], []
     with kept(), run.engines(shapes(run.scratch / "shapes", selector_rank, conv)) as engines:
@@ -420,13 +429,23 @@ def round_cost(obj, batches, tokens, repeats, selector_rank, profiled, conv):
             table.append({"batch": batch, **round_row(turns[1:])})
         # profiles come last, since a profiler slows the engine
         for batch in profiled:
-            found = {name: engine.step("profile", **request(batch, tokens)) for name, engine in engines.items()}
+            found = {name: engine.step("profile", **request(batch)) for name, engine in engines.items()}
             profiles.append({"batch": batch, **{name: profile_of(one) for name, one in found.items()}})
     if not table:
         raise click.ClickException("no batch size was finished.")
     protocol = {"shapes": "Qwen3-8B, random weights", "tokens": tokens, "repeats": repeats, "block": 16}
     protocol |= {"dflash2": {"selector_rank": selector_rank, "conv": list(conv)}, "engines": "side by side, in turn"}
     save(obj["out"], {"round_us": table, "round_protocol": protocol, "round_profile": profiles})
+
+
+def token_seconds(seen: list[tuple[int, float]], window: int = 16) -> float:
+    """Return what a token takes, by the outputs of a request: so many tokens, at such a time.
+
+    The median over all windows of outputs: those that arrive in bursts cancel within one, and the prompts or a host
+    that stumbles spoil a few.
+    """
+    pairs = zip(seen, seen[window:], strict=False)
+    return statistics.median((end - start) / (after - before) for (before, start), (after, end) in pairs)
 
 
 def round_row(turns: list[dict[str, float]]) -> dict[str, float]:

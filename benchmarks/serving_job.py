@@ -1,8 +1,7 @@
 """Run one SGLang engine: `python benchmarks/serving_job.py ARGUMENTS.json`, steps on stdin, one JSON a line.
 
-A process of its own, since an engine that fails takes its parents along. A step is
-`{"kind": "ready" | "generate" | "profile" | "soak", "out": FILE, ...}`; see the functions below for other fields. Its
-result appears in `FILE`, whole, when it is done.
+A process of its own, since an engine that fails takes its parents along. A step is `{"kind": KIND, "out": FILE, ...}`;
+see `STEPS` for the kinds, and their functions for other fields. Its result appears in `FILE`, whole, when it is done.
 """
 
 import asyncio
@@ -66,7 +65,32 @@ async def generate(engine, step: dict) -> dict:
 
     start = time.perf_counter()
     outputs = await asyncio.gather(*(one(ids) for ids in step["prompts"]))
+    return results(step, outputs, time.perf_counter() - start)
+
+
+async def rounds(engine, step: dict) -> dict:
+    """Decode all prompts at once and watch the first, whose outputs come round by round.
+
+    Fields: those of [`generate`]. Adds `seen`: tokens and seconds at each of its outputs.
+    """
+    first, *others = step["prompts"]
+    seen = []
+
+    async def watched():
+        stream = await engine.async_generate(input_ids=first, sampling_params=step["sampling"], stream=True)
+        async for output in stream:
+            seen.append((output["meta_info"]["completion_tokens"], time.perf_counter()))
+        return summary(output)
+
+    start = time.perf_counter()
+    rest = (engine.async_generate(input_ids=ids, sampling_params=step["sampling"]) for ids in others)
+    outputs = await asyncio.gather(watched(), *rest)
     seconds = time.perf_counter() - start
+    return {**results(step, [outputs[0], *map(summary, outputs[1:])], seconds), "seen": seen}
+
+
+def results(step: dict, outputs: list[dict], seconds: float) -> dict:
+    """Return what a step has to say of its requests."""
     result = {"seconds": seconds, "tokens": sum(len(output["ids"]) for output in outputs)}
     result["rounds"] = [output["rounds"] for output in outputs]
     if step.get("keep"):
@@ -175,7 +199,7 @@ async def ready(engine, step: dict) -> dict:
     return {}
 
 
-STEPS = {"ready": ready, "generate": generate, "profile": profile, "soak": soak}
+STEPS = {"ready": ready, "generate": generate, "rounds": rounds, "profile": profile, "soak": soak}
 
 
 def main(arguments_file: str) -> None:

@@ -175,6 +175,7 @@ def serving_parts(result: dict) -> list[str]:
             "with a DFlash drafter of the same backbone."
         )
         parts += [textwrap.fill(head, 118), rounds_table(result["round_us"])]
+        parts += [textwrap.fill(profile_paragraph(result["round_profile"]), 118)]
     if "throughput" in result:
         head = "Tokens a second in the same run, against plain decoding."
         parts += [head, throughput_table(result["throughput"])]
@@ -191,8 +192,10 @@ def texts_paragraph(result: dict) -> str:
         "DSPINE in SGLang with the mini pair, CUDA graphs on: texts equal to the same engine's without a drafter for "
         f"at least {greedy['equal']} of {greedy['prompts']} HumanEval prompts of {greedy['max_new_tokens']} tokens at "
         f"concurrency {levels} ({greedy['dtype']}). A text that differs is judged where it first does: the float32 "
-        f"target's logits of the two tokens lie {greedy['largest_gap']:.1e} apart at most. "
+        f"target's logits of the two tokens lie {greedy['largest_gap']:.1e} apart at most"
     )
+    right = [one["right"] for row in greedy["by_concurrency"] for one in row["divergences"]]
+    text += f", and it prefers the text with the drafter in {right.count('speculative')} of {len(right)} cases. "
     control = [row["plain_beside_plain"] for row in greedy["by_concurrency"] if "plain_beside_plain" in row]
     if control:
         text += (
@@ -222,13 +225,27 @@ def soak_paragraph(soak: dict) -> str:
     )
 
 
+# drafters that add to DFlash's round, and their names in results
+ADDED = (("DFlash2", "dflash2"), ("DSpine", "dspine"))
+
+
 def rounds_table(rows: list[dict]) -> str:
     """Render the cost of a round by drafter."""
-    lines = ["| batch | DFlash, ms | DFlash2 | DSpine |", "|---|---|---|---|"]
+    lines = [f"| batch | DFlash, ms | {' | '.join(name for name, _ in ADDED)} |", "|---|---|---|---|"]
     for row in rows:
-        ratios = " | ".join(f"{row[f'{name}_over_dflash'] - 1:+.1%}" for name in ("dflash2", "dspine"))
+        ratios = " | ".join(f"{row[f'{key}_over_dflash'] - 1:+.1%}" for _, key in ADDED)
         lines.append(f"| {row['batch']} | {row['dflash'] / 1000:.2f} | {ratios} |")
     return "\n".join(lines)
+
+
+def profile_paragraph(profiles: list[dict]) -> str:
+    """Render how much longer kernels run in a round, whatever the host does."""
+    found = []
+    for profile in profiles:
+        base = profile["dflash"]["busy_us"]
+        ratios = (f"{name} {profile[key]['busy_us'] / base - 1:+.1%}" for name, key in ADDED)
+        found.append(f"at batch {profile['batch']} {' and '.join(ratios)}")
+    return f"The time in which a kernel runs, by a profile of the same engines: {', '.join(found)}."
 
 
 def throughput_table(rows: list[dict]) -> str:
