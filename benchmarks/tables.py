@@ -175,7 +175,8 @@ def serving_parts(result: dict) -> list[str]:
             "with a DFlash drafter of the same backbone."
         )
         parts += [textwrap.fill(head, 118), rounds_table(result["round_us"])]
-        parts += [textwrap.fill(profile_paragraph(result["round_profile"]), 118)]
+        if result["round_profile"]:
+            parts.append(textwrap.fill(profile_paragraph(result["round_profile"]), 118))
     if "throughput" in result:
         head = "Tokens a second in the same run, against plain decoding."
         parts += [head, throughput_table(result["throughput"])]

@@ -85,7 +85,7 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def stored(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values to what a table of that name holds.
+    """Round values to what a table of that name holds.
 
     Raises:
         ValueError: When a value is beyond the range of the table's dtype.
@@ -93,7 +93,10 @@ def stored(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rounded = values.to(dtype)
     if not bool(rounded.isfinite().all()):
         largest = float(values.abs().max())
-        raise ValueError(f"`{name}` must be finite in {dtype}, got values up to {largest:.3g}. -> load it in float32")
+        raise ValueError(
+            f"`{name}` must be finite in {dtype}, got values up to {largest:.3g}. -> load the drafter with "
+            '`dtype="float32"` (SGLang: `--dtype float32`)'
+        )
     return rounded
 
 
