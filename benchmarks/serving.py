@@ -274,9 +274,7 @@ def main(context, out, budget, overrides, drafter, prompts, limit):
 @main.command()
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--concurrency", "levels", multiple=True, type=int, default=(1, 4, 8, 16, 32, 64), show_default=True)
-@click.option(
-    "--tp", default=1, show_default=True, help="Ranks; above 1, as in another dtype, only texts are compared."
-)
+@click.option("--tp", default=1, show_default=True, help="Ranks; above 1 only texts are compared, `greedy_tp<n>`.")
 @click.option("--repeats", default=3, show_default=True, help="Of every concurrency from 8 on, where one is short.")
 @click.pass_obj
 def texts(obj, tokens, levels, tp, repeats):
@@ -289,10 +287,7 @@ def texts(obj, tokens, levels, tp, repeats):
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     step = {"kind": "generate", "prompts": prompts, "sampling": sampling, "keep": True}
     backbone = backbone_of(obj["drafter"], run.scratch / "backbone")
-    dtype = run.overrides.get("dtype", "bfloat16")
-    # other ranks and dtypes are for texts alone
-    timed = tp == 1 and dtype == "bfloat16"
-    kinds = ("plain", "dspine", "dflash")[: 3 if timed else 2]
+    kinds = ("plain", "dspine", "dflash")[: 3 if tp == 1 else 2]
     arguments = {kind: {"tp_size": tp, **pair_arguments(kind, obj["drafter"], backbone)} for kind in kinds}
     found = {kind: {} for kind in kinds}
     with kept(), run.engines(arguments) as engines:
@@ -300,7 +295,7 @@ def texts(obj, tokens, levels, tp, repeats):
             # a size that is new to the engine may compile a kernel
             for engine in engines.values():
                 engine.step(**{**step, "prompts": prompts[: 2 * level]}, concurrency=level)
-            turns = repeats if timed and level >= 8 else 1
+            turns = repeats if level >= 8 and tp == 1 else 1
             done = [
                 {kind: engine.step(**step, concurrency=level) for kind, engine in engines.items()}
                 for _ in range(turns)
@@ -321,14 +316,14 @@ def texts(obj, tokens, levels, tp, repeats):
     result = {
         "prompts": len(prompts),
         "max_new_tokens": tokens,
-        "dtype": dtype,
+        "dtype": run.overrides.get("dtype", "bfloat16"),
         "equal": min(row["equal"] for row in table),
         "largest_gap": max(row["largest_gap"] for row in table),
         "by_concurrency": table,
     }
-    name = "greedy" if dtype == "bfloat16" else f"greedy_{dtype}"
+    name = "greedy" if result["dtype"] == "bfloat16" else f"greedy_{result['dtype']}"
     part = {name if tp == 1 else f"{name}_tp{tp}": result}
-    if timed:
+    if "greedy" in part:
         part["tau"] = {"sglang": table[0]["tau"]}
         speeds = {kind: {n: one["tokens"] / one["seconds"] for n, one in done.items()} for kind, done in found.items()}
         part["throughput"] = [

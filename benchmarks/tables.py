@@ -204,10 +204,6 @@ def texts_paragraph(result: dict) -> str:
             f"{min(row['equal'] for row in control)} texts equal, {max(row['largest_gap'] for row in control):.1e} "
             "apart at most. "
         )
-    if "greedy_float32" in result:
-        exact = result["greedy_float32"]
-        levels = " and ".join(str(row["concurrency"]) for row in exact["by_concurrency"])
-        text += f"In float32, at concurrency {levels}: {exact['equal']} of {exact['prompts']} texts equal. "
     text += f"Acceptance length {tau['sglang']:.2f}"
     text += f", in transformers' loop {tau['transformers']:.2f}." if "transformers" in tau else "."
     if ranks:
