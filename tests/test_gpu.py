@@ -100,10 +100,10 @@ def test_a_round_is_right_at_the_sizes_of_an_8b_target(batch):
 
 @pytest.mark.parametrize("batch", [4, 16])
 def test_bfloat16_chooses_the_tokens_of_float64(batch):
-    """Catches a table or a gate that scores depend on, rounded as bfloat16: one block in a hundred differs then."""
+    """Catches sums of the sizes of an 8B drafter that lose what small ones keep: three blocks in 10,000 may differ."""
     shape = Shape(L=1, V=4000)
     found = check_blocks(random_drafter(shape, torch.bfloat16, "cuda", seed=0), shape, batch)
-    assert found["paths_equal"] >= 0.998
+    assert found["paths_equal"] >= 0.999
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -135,5 +135,6 @@ def test_the_operations_compile_without_a_break(batch):
     def work(one):
         return *run_round(drafter, one)[1:3], *top_candidates(logits, 16)
 
+    # compiled graphs leave other products to these kernels than eager rounds do: sums in another order, no rounding
     for mine, theirs in zip(torch.compile(work, fullgraph=True)(inputs), work(inputs), strict=True):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

@@ -24,6 +24,7 @@ from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.convert.conversion import expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import transition_scores_reference
+from dspine_hub.kernels.transfer_tables import head_message_table
 from dspine_hub.sglang_plugin import command, doctor, startup
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount
@@ -32,8 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
+def stand_in_modules(monkeypatch):
     """Stand in for the few names of SGLang that the modules under test import."""
 
     def module(name, **names):
@@ -48,6 +48,11 @@ def stand_ins(monkeypatch):
     module("sglang.srt.runtime_context", get_parallel=lambda: SimpleNamespace(tp_size=1))
     module("sglang.srt.server_args", DRAFT_ATTENTION_BACKEND_CHOICES=["flashinfer", "fa3", "triton"])
     return module
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    return stand_in_modules(monkeypatch)
 
 
 class EightBitHead(torch.nn.Module):
@@ -107,6 +112,37 @@ def test_a_quantised_head_is_scored_through_its_own_method(stand_ins, monkeypatc
         exact,
     )
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
+
+
+def gather_shards(rank, place, dtype):
+    """One of two ranks: gather the table of a split head, and compare it with that of the whole one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stand_in = stand_in_modules(monkeypatch)
+
+        def gather(shard, dim):
+            parts = [torch.empty_like(shard), torch.empty_like(shard)]
+            torch.distributed.all_gather(parts, shard)
+            return torch.cat(parts, dim=dim)
+
+        stand_in("sglang.srt.distributed.communication_op", tensor_model_parallel_all_gather=gather)
+        stand_in("sglang.srt.runtime_context", get_parallel=lambda: SimpleNamespace(tp_size=2))
+        cache = importlib.import_module("dspine_hub.sglang_plugin.transition_cache")
+        w = {name: v.to(dtype) if torch.is_tensor(v) else v for name, v in weights(16, 32, 8, 64).items()}
+        head, found = SimpleNamespace(weight=w["head_weight"].chunk(2)[rank]), []
+        space = SimpleNamespace(
+            writes=[SimpleNamespace(weight=w["write"])], attach_head=lambda messages, weight: found.append(messages)
+        )
+        cache.TransitionCache(space, SimpleNamespace(weight=w["norm_weight"]), 8).attach(head)
+    expected = head_message_table(w["head_weight"], w["write"], w["norm_weight"])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], expected, strict=True))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_gather_the_table_of_a_split_head(tmp_path, dtype):
+    """Catches integers of 16 bits handed to a backend that knows none, and rows whose scale stayed on a rank."""
+    torch.multiprocessing.spawn(gather_shards, (tmp_path / "store", dtype), nprocs=2)
 
 
 # tensors

@@ -3,6 +3,7 @@
 `TRITON_INTERPRET=1 pytest tests/test_triton_kernels.py` runs them without a GPU; `make test` does.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from dspine_hub.kernels import (
     triton_support,
     use_triton,
 )
+from dspine_hub.ops_bench import Drafter, Round, Shape, random_drafter, random_round, run_reference, run_round
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -83,6 +85,14 @@ def wide(values):
         name: value.cpu().double() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in ((n, v.cpu() if torch.is_tensor(v) else v) for n, v in values.items())
     }
+
+
+def in_double(values):
+    """Move a tensor, or those of a list or tuple, to the CPU, floating ones in float64."""
+    if torch.is_tensor(values):
+        return values.cpu().double() if values.is_floating_point() else values.cpu()
+    kind = type(values)
+    return kind(*map(in_double, values)) if hasattr(values, "_fields") else kind(map(in_double, values))
 
 
 def assert_near(found, expected, dtype):
@@ -151,6 +161,25 @@ def test_scores(B, S, K, V, H, R, M, head, dtype):
     found = transition_scores(state, candidates, anchor, tables, backbone=backbone)
     assert found.shape == (B, S, K, K)
     assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize("head", ["table", "gathered"])
+@pytest.mark.parametrize("batch", [2, 5], ids=["rows32", "rows80"])
+def test_near_ties_are_told_apart_in_half_precision(batch, head):
+    """Catches an operand of the scores rounded to half precision: tokens then differ in one block of a hundred."""
+    shape = Shape(H=256, R=256, M=256, L=1, V=500)
+    drafter, inputs = random_drafter(shape, HALF, DEVICE, seed=0), random_round(shape, batch, HALF, DEVICE, seed=1)
+    exact = Drafter([in_double(layer) for layer in drafter.layers], *map(in_double, drafter[1:4]), tables=None)
+    expected = run_reference(exact, Round(*map(in_double, inputs)))[1]
+    if head == "gathered":
+        drafter = drafter._replace(tables=dataclasses.replace(drafter.tables, head_messages=None))
+    found = run_round(drafter, inputs)[1].cpu().double()
+    first, second = expected.topk(2, dim=-1).indices.split(1, dim=-1)
+    gap, own = (x.gather(-1, first) - x.gather(-1, second) for x in (expected, found))
+    near = gap < 0.1
+    assert int(near.sum()) > 50
+    # a row's length is common to its candidates and may be rounded; between near ties that tells little
+    assert float((own - gap)[near].pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()) < 6e-5
 
 
 @pytest.mark.parametrize("rows", [(1, 32, 32, 1), (1, 16, 32, 3), (2, 32, 64, 2), (4, 16, 16, 1)], ids=str)

@@ -27,8 +27,9 @@ class SlotProjection(NamedTuple):
     """What the last layer's injection already knows of rows, for the transition.
 
     Args:
-        receiver (`torch.Tensor` of shape `[B, n, M]`): Receiver gate before bias and sigmoid, in the tables' dtype.
-        update (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write.
+        receiver (`torch.Tensor` of shape `[B, n, M]`): Receiver gate before bias and sigmoid.
+        update (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write. Both are float32 where a
+            kernel computes them: scores are compared by small differences.
     """
 
     receiver: torch.Tensor
@@ -113,22 +114,22 @@ def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables
     weights = tables.layers[layer]
     feature = predicted_feature(hidden, weights.readout)
     receiver = F.linear(feature, weights.receiver_gate)
-    message, gate = F.embedding(anchor, tables.predecessors).to(hidden.dtype)[:, None].chunk(2, dim=-1)
+    message, gate = tables.predecessors.rows(anchor).to(hidden.dtype)[:, None].chunk(2, dim=-1)
     message = torch.cat((message, F.linear(feature[:, 1:-1], weights.message)), dim=1)
     gate = torch.cat((gate, F.linear(feature[:, 1:-1], weights.predecessor_gate)), dim=1)
     message = torch.sigmoid(receiver[:, 1:] + gate + weights.bias) * message
     written = torch.cat((hidden[:, :1], _write_message(hidden[:, 1:], message, weights.write)), dim=1)
     if layer < tables.last:
         return InjectedBlock(written)
-    projection = SlotProjection(receiver.to(tables.root.dtype), torch.matmul(hidden, weights.write))
+    projection = SlotProjection(receiver, torch.matmul(hidden, weights.write))
     return InjectedBlock(written, projection, F.pad(message, (0, 0, 1, 0)))
 
 
 def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
     weights, last = tables.layers[layer], layer == tables.last
     rows = hidden.contiguous().flatten(0, 1)
-    products = readout(rows, tables.projection if last else weights.readout, tables.tickets)
-    run_gate = gate_of_many if vendors(rows) else gate
+    products = readout(rows, tables.projection if last else weights.readout, tables.tickets, wide=last)
+    run_gate = gate_of_many if vendors(rows, wide=last) else gate
     z, receiver, square = run_gate(rows, products, anchor, layer, tables)
     written = write(rows, z, square, weights.write).view(hidden.shape)
     if not last:

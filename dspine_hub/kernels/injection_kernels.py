@@ -22,9 +22,8 @@ import torch
 from torch.nn import functional as F
 
 from .transfer_tables import TransferTables
-from .triton_support import Tile, cdiv, dot_precision, jit, next_power_of_2, overlap, pick_tile, tl
+from .triton_support import Tile, cdiv, dot_of_halves, dot_precision, jit, next_power_of_2, overlap, pick_tile, tl
 
-# from torch 2.8 on, without autograd and outside compiled graphs
 WIDE_PRODUCTS = "dtype" in torch.ops.aten.mm.overloads()
 
 
@@ -89,6 +88,7 @@ def _readout_kernel(
 def _store_messages(
     anchor_ptr,
     table_ptr,
+    table_scale_ptr,
     bias_ptr,
     z_ptr,
     gate_ptr,
@@ -112,27 +112,29 @@ def _store_messages(
     first = inside & (r % N == 1)[:, None]
     anchor = tl.load(anchor_ptr + r // N, own, 0)
     row_ptr = table_ptr + anchor[:, None] * (2 * M) + m[None, :]
-    message = message * p_scale + tl.load(row_ptr, first, 0.0).to(tl.float32)
-    gate = gate * p_scale + tl.load(row_ptr + M, first, 0.0).to(tl.float32)
+    table_scale = tl.load(table_scale_ptr + anchor, own, 0.0)[:, None]
+    message = message * p_scale + tl.load(row_ptr, first, 0).to(tl.float32) * table_scale
+    gate = gate * p_scale + tl.load(row_ptr + M, first, 0).to(tl.float32) * table_scale
     gate += receiver + tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
     at = r[:, None] * M + m[None, :]
     # the row before an anchor is another block's
     z = tl.where((r % N > 0)[:, None], message * tl.sigmoid(gate), 0.0)
     tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), inside)
     if KEEP:
-        tl.store(gate_ptr + at, receiver.to(gate_ptr.dtype.element_ty), inside)
+        tl.store(gate_ptr + at, receiver, inside)
 
 
 @jit
 def _gate_kernel(
     hidden_ptr,  # [rows, H]
-    x_ptr,  # [rows, C], its first R columns
+    x_ptr,  # [rows, C], its first R columns; float32 with KEEP
     anchor_ptr,  # [B], int64
     table_ptr,  # [V, 2M]
+    table_scale_ptr,  # [V]
     weight_ptr,  # [3M, R]: receiver gate, predecessor gate, message
     bias_ptr,  # [M]
     z_ptr,  # [rows, M]
-    gate_ptr,  # [rows, M]
+    gate_ptr,  # [rows, M], float32
     square_ptr,  # [SQUARES * SPLIT, rows], float32
     partial_ptr,  # [tiles, SPLIT, 3 * BN + 1, BM], float32
     ticket_ptr,  # [tiles], int32
@@ -199,9 +201,10 @@ def _gate_kernel(
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
             f = tl.load(f_ptr, predicts[:, None] & (k < R)[None, :], 0.0)
-            receiver = tl.dot(f, w_receiver, receiver, input_precision=PRECISION)
-            gate = tl.dot(f, w_gate, gate, input_precision=PRECISION)
-            message = tl.dot(f, w_message, message, input_precision=PRECISION)
+            # scores depend on the receiver gates
+            receiver = dot_of_halves(f, w_receiver, receiver, PRECISION)
+            gate = tl.dot(f.to(w_gate.dtype), w_gate, gate, input_precision=PRECISION)
+            message = tl.dot(f.to(w_message.dtype), w_message, message, input_precision=PRECISION)
             square += f.to(tl.float32) * f.to(tl.float32)
         else:
             if OVERLAP:
@@ -212,11 +215,11 @@ def _gate_kernel(
                 inside = (m < M)[None, :] & deep[:, None]
                 f = tl.load(f_ptr + step * BK, predicts[:, None] & deep[None, :], 0.0)
                 w = tl.load(receiver_ptr + step * BK, inside, 0.0)
-                receiver = tl.dot(f, w, receiver, input_precision=PRECISION)
+                receiver = dot_of_halves(f, w, receiver, PRECISION)
                 w = tl.load(predecessor_ptr + step * BK, inside, 0.0)
-                gate = tl.dot(f, w, gate, input_precision=PRECISION)
+                gate = tl.dot(f.to(w.dtype), w, gate, input_precision=PRECISION)
                 w = tl.load(message_ptr + step * BK, inside, 0.0)
-                message = tl.dot(f, w, message, input_precision=PRECISION)
+                message = tl.dot(f.to(w.dtype), w, message, input_precision=PRECISION)
                 square += f.to(tl.float32) * f.to(tl.float32)
         f_square = tl.sum(square, 1)
         # gate and message are those of the row before: all products pass through memory, also when none is split
@@ -246,8 +249,8 @@ def _gate_kernel(
                 f_square += tl.load(theirs + 3 * BM * BN + row, cache_modifier=".cg")
                 p_square += tl.load(theirs + 3 * BM * BN + before, cache_modifier=".cg")
             _store_messages(
-                anchor_ptr, table_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square, p_square,
-                r, m, own, scale, N, M, KEEP,
+                anchor_ptr, table_ptr, table_scale_ptr, bias_ptr, z_ptr, gate_ptr, receiver, gate, message, f_square,
+                p_square, r, m, own, scale, N, M, KEEP,
             )  # fmt: skip
             if SPLIT > 1:
                 tl.store(ticket_ptr + tile, 0)
@@ -258,11 +261,13 @@ def _message_kernel(
     hidden_ptr,  # [rows, H]
     x_ptr,  # [rows, C], its first R columns
     products_ptr,  # [rows, 3M]: receiver gate, predecessor gate, message
+    rest_ptr,  # [rows, M]: receiver gate of what x lost when it was rounded; read with KEEP
     anchor_ptr,  # [B], int64
     table_ptr,  # [V, 2M]
+    table_scale_ptr,  # [V]
     bias_ptr,  # [M]
     z_ptr,  # [rows, M]
-    gate_ptr,  # [rows, M]
+    gate_ptr,  # [rows, M], float32
     square_ptr,  # [rows], float32
     scale,
     N: tl.constexpr,
@@ -288,17 +293,21 @@ def _message_kernel(
     p_scale = scale / tl.maximum(tl.sqrt(tl.sum(p * p, 0)), 1e-12)
     own_end, before_end = tl.where(slot > 0, M, 0), tl.where(slot > 1, M, 0)
     first_end = own_end - before_end
-    receiver = f_scale * tl.load(products_ptr + row * (3 * M) + m, m < own_end, 0.0).to(tl.float32)
+    receiver = tl.load(products_ptr + row * (3 * M) + m, m < own_end, 0.0).to(tl.float32)
+    if KEEP:
+        receiver += tl.load(rest_ptr + row * M + m, m < own_end, 0.0)
+    receiver *= f_scale
     before_ptr = products_ptr + (row - 1) * (3 * M) + M + m
     gate = p_scale * tl.load(before_ptr, m < before_end, 0.0).to(tl.float32)
     message = p_scale * tl.load(before_ptr + M, m < before_end, 0.0).to(tl.float32)
-    row_ptr = table_ptr + tl.load(anchor_ptr + row // N) * (2 * M) + m
-    message += tl.load(row_ptr, m < first_end, 0.0).to(tl.float32)
-    gate += tl.load(row_ptr + M, m < first_end, 0.0).to(tl.float32)
+    anchor = tl.load(anchor_ptr + row // N)
+    row_ptr, table_scale = table_ptr + anchor * (2 * M) + m, tl.load(table_scale_ptr + anchor)
+    message += tl.load(row_ptr, m < first_end, 0).to(tl.float32) * table_scale
+    gate += tl.load(row_ptr + M, m < first_end, 0).to(tl.float32) * table_scale
     gate += receiver + tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)
     tl.store(z_ptr + row * M + m, (message * tl.sigmoid(gate)).to(z_ptr.dtype.element_ty), m < M)
     if KEEP:
-        tl.store(gate_ptr + row * M + m, receiver.to(gate_ptr.dtype.element_ty), m < M)
+        tl.store(gate_ptr + row * M + m, receiver, m < M)
 
 
 @jit
@@ -368,9 +377,16 @@ WRITE_TILES = (
 )
 
 
-def vendors(hidden: torch.Tensor) -> bool:
-    """Tell whether plain products of rows are left to the vendor's kernel: for many it is faster than any here."""
-    return hidden.shape[0] > READOUT_TILES[-1][0] and hidden.dtype != torch.float32
+def vendors(hidden: torch.Tensor, wide: bool) -> bool:
+    """Tell whether plain products of rows are left to the vendor's kernel: for many it is faster than any here.
+
+    Args:
+        hidden (`torch.Tensor` of shape `[rows, H]`): States.
+        wide (`bool`): Whether products are kept in float32, as the last layer's are.
+    """
+    # torch returns such products from 2.8 on, and compiles none
+    able = not wide or not hidden.is_cuda or (WIDE_PRODUCTS and not torch.compiler.is_compiling())
+    return hidden.shape[0] > READOUT_TILES[-1][0] and hidden.dtype != torch.float32 and able
 
 
 def _split(tile: Tile, tiles: int, tickets: torch.Tensor) -> int:
@@ -378,15 +394,22 @@ def _split(tile: Tile, tiles: int, tickets: torch.Tensor) -> int:
     return tile.split if tiles <= tickets.shape[0] else 1
 
 
-def readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor) -> torch.Tensor:
-    """Launch 1: states `[rows, H]` and weights `[C, H]` to products `[rows, C]`."""
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # sums of half precision are float32 before they are rounded
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
+def readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor, wide: bool) -> torch.Tensor:
+    """Launch 1: states `[rows, H]` and weights `[C, H]` to products `[rows, C]`, if `wide` in float32."""
     (rows, width), columns = hidden.shape, weight.shape[0]
-    if vendors(hidden):
-        return F.linear(hidden, weight)
+    if vendors(hidden, wide):
+        return _wide_product(hidden, weight) if wide else F.linear(hidden, weight)
     tile = pick_tile(READOUT_TILES, rows, hidden.dtype)
     tiles = (cdiv(columns, tile.columns), cdiv(rows, tile.rows))
     split = _split(tile, tiles[0] * tiles[1], tickets)
-    out = hidden.new_empty(rows, columns)
+    out = hidden.new_empty(rows, columns, dtype=torch.float32 if wide else hidden.dtype)
     _readout_kernel[(*tiles, split)](
         hidden,
         weight,
@@ -419,7 +442,7 @@ def gate(
     tiles = (cdiv(size, tile.columns), cdiv(anchor.shape[0], tile.rows // block))
     split = _split(tile, tiles[0] * tiles[1], tables.tickets)
     z = hidden.new_empty(rows, size)
-    gate = tables.root.new_empty(rows, size) if layer == tables.last else z
+    gate = hidden.new_empty(rows, size, dtype=torch.float32) if layer == tables.last else z
     # about four steps for every program that sums squares
     squares = max(1, tile.rows // (8 * split))
     square = hidden.new_empty(squares * split, rows, dtype=torch.float32)
@@ -428,7 +451,7 @@ def gate(
         hidden,
         products,
         anchor,
-        tables.predecessors,
+        *tables.predecessors,
         tables.gates,
         weights.bias,
         z,
@@ -457,28 +480,28 @@ def gate(
     return z, gate, square
 
 
-def _gate_products(x: torch.Tensor, weight: torch.Tensor, last: bool) -> torch.Tensor:
-    # scores depend on those of the last layer: they stay in float32 where torch can return it
-    if last and WIDE_PRODUCTS and x.is_cuda and not torch.compiler.is_compiling():
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return F.linear(x, weight)
-
-
 def gate_of_many(
     hidden: torch.Tensor, products: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch 2 for many rows: its products by the vendor's kernel, what follows them row by row."""
     rows, (size, rank) = hidden.shape[0], tables.layers[layer].message.shape
-    gates = _gate_products(products[:, :rank], tables.gates, layer == tables.last)
+    features, last = products[:, :rank], layer == tables.last
+    if last:
+        high = features.to(hidden.dtype)
+        gates = _wide_product(high, tables.gates)
+        rest = _wide_product((features - high).to(hidden.dtype), tables.gates[:size])
+    else:
+        gates = rest = F.linear(features, tables.gates)
     z = hidden.new_empty(rows, size)
-    gate = tables.root.new_empty(rows, size) if layer == tables.last else z
+    gate = hidden.new_empty(rows, size, dtype=torch.float32) if last else z
     square = hidden.new_empty(1, rows, dtype=torch.float32)
     _message_kernel[(rows,)](
         hidden,
         products,
         gates,
+        rest,
         anchor,
-        tables.predecessors,
+        *tables.predecessors,
         tables.layers[layer].bias,
         z,
         gate,
@@ -492,7 +515,7 @@ def gate_of_many(
         HP=next_power_of_2(hidden.shape[1]),
         RP=next_power_of_2(rank),
         MP=next_power_of_2(size),
-        KEEP=layer == tables.last,
+        KEEP=last,
     )
     return z, gate, square
 

@@ -5,13 +5,14 @@
     root            = R of W = QR, so that |W z| = |root z|                                 [M, M]
     head_messages[v] = W^T (w * lm_head[v]),                   w = weight of the final norm [V, M], optional
 
-Sums run in float32. The projection has the dtype of the weights, the rest that of [`table_dtype`]. Source of the
+Sums run in float32. The two tables of tokens are [`TokenTable`]s, the rest has the dtype of the weights. Source of the
 algebra: the module docstring of `transition_scores`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,6 +40,30 @@ class InjectionWeights(NamedTuple):
     bias: torch.Tensor
 
 
+class TokenTable(NamedTuple):
+    """A row of numbers for every token: `values[v] * scale[v]`.
+
+    Candidates are compared by small differences of scores, so weights of half precision get rows in fixed point: as
+    large as in bfloat16, and rounded to 2^-16 of their largest number, where bfloat16 rounds each to 2^-9 of itself.
+
+    Args:
+        values (`torch.Tensor` of shape `[V, C]`): int16, or float32 as the weights are.
+        scale (`torch.Tensor` of shape `[V]`, float32): 1 where values are not int16.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of tokens `[...]`, `[..., C]`, in float32."""
+        return self.values[ids] * self.scale[ids][..., None]
+
+    def copy_(self, other: TokenTable) -> None:
+        """Take the numbers of the first `V` rows of another table, in place."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine.copy_(theirs[: mine.shape[0]])
+
+
 @dataclass(frozen=True)
 class TransferTables:
     """Prepared operands of all layers; see [`transfer_tables`] for how they come about.
@@ -47,27 +72,26 @@ class TransferTables:
 
     Args:
         layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
-        predecessors (`torch.Tensor` of shape `[V, 2M]`): Message and predecessor gate of every token; as `root` and
-            `head_messages`, of [`table_dtype`].
+        predecessors ([`TokenTable`] of shape `[V, 2M]`): Message and predecessor gate of every token.
         projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
         gates (`torch.Tensor` of shape `[3M, R]`): Receiver gate, predecessor gate and message of all layers.
         root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
             length read through it is never negative, whatever is rounded.
         norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
         head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head, by reference.
-        head_messages (`torch.Tensor` of shape `[V, M]`, *optional*): What every token's head row reads of a message.
+        head_messages ([`TokenTable`] of shape `[V, M]`, *optional*): What every token's head row reads of a message.
         tickets (`torch.Tensor` of shape `[n]`, int32): Zeros between launches.
     """
 
     layers: tuple[InjectionWeights, ...]
-    predecessors: torch.Tensor
+    predecessors: TokenTable
     projection: torch.Tensor
     gates: torch.Tensor
     root: torch.Tensor
     norm_weight: torch.Tensor
     norm_eps: float
     head_weight: torch.Tensor
-    head_messages: torch.Tensor | None
+    head_messages: TokenTable | None
     tickets: torch.Tensor
 
     @property
@@ -76,42 +100,43 @@ class TransferTables:
         return len(self.layers) - 1
 
 
-def table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of tables for weights of `dtype`: float16 for bfloat16, which is as large and 8 times as fine.
+def zero_table(tokens: int, columns: int, like: torch.Tensor) -> TokenTable:
+    """Make room for a table of `tokens` rows beside weights `like`."""
+    fixed = like.dtype in (torch.bfloat16, torch.float16)
+    values = like.new_zeros(tokens, columns, dtype=torch.int16 if fixed else like.dtype)
+    return TokenTable(values, like.new_ones(tokens, dtype=torch.float32 if fixed else like.dtype))
 
-    Candidates are compared by small differences of scores, and products of weights need none of bfloat16's range.
-    """
-    return torch.float16 if dtype == torch.bfloat16 else dtype
 
-
-def stored(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round values to what a table of that name holds.
+def fill_table(name: str, table: TokenTable, rows: Iterable[torch.Tensor]) -> TokenTable:
+    """Write a table from chunks of at most [`CHUNK`] rows, in order.
 
     Raises:
-        ValueError: When a value is beyond the range of the table's dtype.
+        ValueError: When a number is not finite.
     """
-    rounded = values.to(dtype)
-    if not bool(rounded.isfinite().all()):
-        largest = float(values.abs().max())
-        raise ValueError(
-            f"`{name}` must be finite in {dtype}, got values up to {largest:.3g}. -> load the drafter with "
-            '`dtype="float32"` (SGLang: `--dtype float32`)'
-        )
-    return rounded
-
-
-def _table(name: str, rows: torch.Tensor, weight: torch.Tensor, scale) -> torch.Tensor:
-    """Compute `scale * rows @ weight.T` in float32, a chunk of rows at a time."""
-    dtype = table_dtype(weight.dtype)
-    table = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=weight.device)
-    wide = weight.float()
-    for out, chunk in zip(table.split(CHUNK), rows.split(CHUNK), strict=True):
-        out.copy_(stored(name, F.linear(chunk.to(weight.device, torch.float32) * scale, wide), dtype))
+    for values, scale, chunk in zip(table.values.split(CHUNK), table.scale.split(CHUNK), rows, strict=True):
+        largest = chunk.abs().amax(dim=-1)
+        if not bool(largest.isfinite().all()):
+            raise ValueError(
+                f"`{name}` must hold finite numbers, got {int((~largest.isfinite()).sum())} rows that do not."
+                " -> dspine-hub verify DRAFTER"
+            )
+        if values.dtype == torch.int16:
+            scale.copy_(largest / 32767)
+            # a row of zeros has no scale
+            chunk = (chunk / scale.clamp_min(torch.finfo(scale.dtype).tiny)[:, None]).round()
+        values.copy_(chunk)
     return table
 
 
+def _table(name: str, rows: torch.Tensor, weight: torch.Tensor, scale) -> TokenTable:
+    """Compute `scale * rows @ weight.T` in float32, a chunk of rows at a time."""
+    wide = weight.float()
+    chunks = (F.linear(chunk.to(weight.device, torch.float32) * scale, wide) for chunk in rows.split(CHUNK))
+    return fill_table(name, zero_table(rows.shape[0], weight.shape[0], weight), chunks)
+
+
 @torch.no_grad()
-def head_message_table(head_weight: torch.Tensor, write: torch.Tensor, norm_weight: torch.Tensor) -> torch.Tensor:
+def head_message_table(head_weight: torch.Tensor, write: torch.Tensor, norm_weight: torch.Tensor) -> TokenTable:
     """Compute what rows of an LM head read of a message: `W^T (w * e)` of each, `[V, M]`.
 
     Args:
@@ -145,8 +170,8 @@ def transfer_tables(
         [`TransferTables`] on the device of the weights.
 
     Raises:
-        ValueError: When codes and head have another number of rows or columns than the weights say, or a table holds
-            a value beyond the range of its dtype.
+        ValueError: When codes and head have another number of rows or columns than the weights say, or a number is
+            not finite.
     """
     last = layers[-1]
     rank, hidden = last.readout.shape
@@ -165,7 +190,7 @@ def transfer_tables(
         projection=torch.cat((last.readout, last.write.T)).contiguous(),
         gates=torch.cat((last.receiver_gate, last.predecessor_gate, last.message)),
         # a factorisation returns columns
-        root=stored("root", root, table_dtype(last.write.dtype)).contiguous(),
+        root=root.to(last.write.dtype).contiguous(),
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         head_weight=head_weight,

@@ -37,6 +37,7 @@ from .triton_support import (
     FLOAT32_TILE,
     Tile,
     cdiv,
+    dot_of_halves,
     dot_precision,
     jit,
     next_power_of_2,
@@ -105,18 +106,18 @@ def slot_projection(state: torch.Tensor, tables: TransferTables) -> SlotProjecti
     """Compute the projection of states `[B, S, H]` whose injection did not keep it."""
     weights = tables.layers[tables.last]
     receiver = F.linear(predicted_feature(state, weights.readout), weights.receiver_gate)
-    return SlotProjection(receiver.to(tables.root.dtype), torch.matmul(state, weights.write))
+    return SlotProjection(receiver, torch.matmul(state, weights.write))
 
 
 def _scores_torch(state, candidates, anchor, projection, tables, backbone) -> torch.Tensor:
     weights = tables.layers[tables.last]
-    message, gate = F.embedding(predecessors_of(candidates, anchor), tables.predecessors).float().chunk(2, dim=-1)
+    message, gate = tables.predecessors.rows(predecessors_of(candidates, anchor)).float().chunk(2, dim=-1)
     z = message * torch.sigmoid(projection.receiver.float()[:, :, None] + gate + weights.bias.float())  # [B, S, K, M]
     h = state.float()
     square = h.pow(2).sum(dim=-1, keepdim=True)  # [B, S, 1]
     s = (square / h.shape[-1]).sqrt()
     if tables.head_messages is not None:
-        head = F.embedding(candidates, tables.head_messages).float()  # G_d, [B, S, K, M]
+        head = tables.head_messages.rows(candidates).float()  # G_d, [B, S, K, M]
     if backbone is None:
         rows = F.embedding(candidates, tables.head_weight).float() * tables.norm_weight.float()
         dots = torch.matmul(rows, h[..., None]).squeeze(-1)  # <h, w*e_d>, [B, S, K]
@@ -139,7 +140,7 @@ def _head_message_kernel(
     head_ptr,  # [V, H]
     norm_ptr,  # [H]
     write_ptr,  # [H, M]
-    out_ptr,  # [rows, M]
+    out_ptr,  # [rows, M], float32
     rows,
     H: tl.constexpr,
     M: tl.constexpr,
@@ -156,12 +157,10 @@ def _head_message_kernel(
         k = step * BK + tl.arange(0, BK)
         e = tl.load(head_ptr + token[:, None] * H + k[None, :], (r < rows)[:, None] & (k < H)[None, :], 0.0)
         w = tl.load(norm_ptr + k, k < H, 0.0)
-        # both rounded as finely as the result
-        x = (e.to(tl.float32) * w.to(tl.float32)[None, :]).to(out_ptr.dtype.element_ty)
         y = tl.load(write_ptr + k[:, None] * M + m[None, :], (k < H)[:, None] & (m < M)[None, :], 0.0)
-        acc = tl.dot(x, y.to(out_ptr.dtype.element_ty), acc, input_precision=PRECISION)
+        acc = dot_of_halves(e.to(tl.float32) * w.to(tl.float32)[None, :], y, acc, PRECISION)
     inside = (r < rows)[:, None] & (m < M)[None, :]
-    tl.store(out_ptr + r.to(tl.int64)[:, None] * M + m[None, :], acc.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + r.to(tl.int64)[:, None] * M + m[None, :], acc, inside)
 
 
 @jit
@@ -184,11 +183,13 @@ def _scores_kernel(
     receiver_ptr,  # [B, S, M]
     update_ptr,  # [B, S, M]
     table_ptr,  # [V, 2M]
+    table_scale_ptr,  # [V]
     bias_ptr,  # [M]
     root_ptr,  # [M, M]
     norm_ptr,  # [H]
     head_ptr,  # [V, H]
     messages_ptr,  # [V, M], or [B * S * K, M] in the order of the candidates
+    messages_scale_ptr,  # [V], or not read
     logits_ptr,  # [B, S, K], float32
     own_ptr,  # [B, S, M]
     length_ptr,  # [B, S]
@@ -244,8 +245,9 @@ def _scores_kernel(
     # rows of the tables lie anywhere in memory: each is asked for one step before it is used
     m = tl.arange(0, BK)
     mask = inside[:, None] & (m < M)[None, :]
-    message = tl.load(table_row + m[None, :], mask, 0.0)
-    gate = tl.load(table_row + M + m[None, :], mask, 0.0)
+    message = tl.load(table_row + m[None, :], mask, 0)
+    gate = tl.load(table_row + M + m[None, :], mask, 0)
+    table_scale = tl.load(table_scale_ptr + token, inside, 0.0)[:, None]
 
     # this part of the hidden axis: <h, w*e_d> and |h|^2
     state_row = (state_ptr + b * state_batch + s * state_slot)[:, None]
@@ -278,21 +280,25 @@ def _scores_kernel(
     written = tl.zeros((RP, BK), tl.float32)
     for _ in range((M + BK - 1) // BK):
         mask = inside[:, None] & (m < M)[None, :]
-        g = tl.load(message_row + m[None, :], mask, 0.0)
+        g = tl.load(message_row + m[None, :], mask, 0).to(tl.float32)
         root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
-        wide = gate.to(tl.float32) + tl.load(receiver_row + m[None, :], mask, 0.0).to(tl.float32)
+        wide = gate.to(tl.float32) * table_scale + tl.load(receiver_row + m[None, :], mask, 0.0).to(tl.float32)
         wide += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
-        z = message.to(tl.float32) * tl.sigmoid(wide)
+        z = message.to(tl.float32) * table_scale * tl.sigmoid(wide)
         cross += z * tl.load(update_row + m[None, :], mask, 0.0).to(tl.float32)
         if FROM_LOGITS:
-            written += g.to(tl.float32) * tl.load(own_row + m[None, :], mask, 0.0).to(tl.float32)
+            written += g * tl.load(own_row + m[None, :], mask, 0.0).to(tl.float32)
         m += BK
         mask = inside[:, None] & (m < M)[None, :]
-        message = tl.load(table_row + m[None, :], mask, 0.0)
-        gate = tl.load(table_row + M + m[None, :], mask, 0.0)
-        z = z.to(root_ptr.dtype.element_ty)
-        numerator = tl.dot(z, tl.trans(g), numerator, input_precision=PRECISION)
-        image = tl.dot(z, root, image, input_precision=PRECISION)
+        message = tl.load(table_row + m[None, :], mask, 0)
+        gate = tl.load(table_row + M + m[None, :], mask, 0)
+        # the length is the same for all candidates of a row and may be rounded; what tells them apart may not
+        high, near = z.to(root.dtype), g.to(root.dtype)
+        numerator = dot_of_halves(z, tl.trans(near), numerator, PRECISION)
+        if g.dtype != root.dtype:
+            rest = (g - near.to(tl.float32)).to(root.dtype)
+            numerator = tl.dot(high, tl.trans(rest), numerator, input_precision=PRECISION)
+        image = tl.dot(high, root, image, input_precision=PRECISION)
     cross, quadratic = tl.sum(cross, 1), tl.sum(image * image, 1)
     if FROM_LOGITS:
         # every part knows all of the message axis, so one of them takes the logits and all take z_0.G_d off
@@ -300,6 +306,8 @@ def _scores_kernel(
         length = tl.load(length_ptr + b * length_batch + s * length_slot, inside, 0.0).to(tl.float32)
         logits = tl.load(logits_ptr + slot * K + c, inside, 0.0)
         dots = tl.where(split == 0, 1.0, 0.0) * logits * tl.sqrt(length * length / H + eps)
+    if BY_TOKEN:
+        numerator *= tl.load(messages_scale_ptr + own, inside, 0.0)[None, :]
 
     if SPLIT == 1:
         _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
@@ -337,7 +345,7 @@ def _gathered_head_messages(candidates: torch.Tensor, tables: TransferTables) ->
     """Compute `G_d` of the candidates only, `[B * S * K, M]`, where there is no table of it."""
     write = tables.layers[tables.last].write
     rows, (width, size) = candidates.numel(), write.shape
-    out = tables.root.new_empty(rows, size)
+    out = write.new_empty(rows, size, dtype=torch.float32)
     small = write.dtype == torch.float32
     tile = Tile(16, 32, 32, stages=2) if small else Tile(64, 128, 64)
     _head_message_kernel[(cdiv(size, tile.columns), cdiv(rows, tile.rows))](
@@ -377,18 +385,20 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
     split = tile.split if tiles <= tables.tickets.shape[0] else 1
     out = state.new_empty(batch, slots, count, count, dtype=torch.float32)
     by_token = tables.head_messages is not None
+    messages, messages_scale = tables.head_messages or (_gathered_head_messages(candidates, tables), out)
     _scores_kernel[(tiles, split)](
         state,
         candidates,
         anchor,
         receiver,
         update,
-        tables.predecessors,
+        *tables.predecessors,
         tables.layers[tables.last].bias,
         tables.root,
         tables.norm_weight,
         tables.head_weight,
-        tables.head_messages if by_token else _gathered_head_messages(candidates, tables),
+        messages,
+        messages_scale,
         logits,
         message,
         length,

@@ -51,6 +51,16 @@ def dot_precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
+@jit
+def dot_of_halves(x, y, acc, PRECISION: tl.constexpr):
+    """Add the product of a float32 tile and one of half precision, to which `x` is not rounded but split in two."""
+    high = x.to(y.dtype)
+    acc = tl.dot(high, y, acc, input_precision=PRECISION)
+    if x.dtype != y.dtype:
+        acc = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, acc, input_precision=PRECISION)
+    return acc
+
+
 def overlap(x: torch.Tensor, rows: int) -> dict:
     """Return the launch arguments that let a kernel start before the one in front of it has ended.
 
@@ -83,7 +93,7 @@ def pick_tile(tiles: tuple[tuple[int, Tile], ...], rows: int, dtype: torch.dtype
     Args:
         tiles (`tuple` of bound and [`Tile`]): Measured best, by rising bound.
         rows (`int`): Rows of the product.
-        dtype (`torch.dtype`): Of the operands; the tables are for half precision.
+        dtype (`torch.dtype`): Of the operands; the tiles listed are for half precision.
     """
     if dtype == torch.float32:
         return FLOAT32_TILE

@@ -18,6 +18,7 @@ from dspine_hub.kernels import (
     transfer_tables,
     transition_scores,
 )
+from dspine_hub.kernels.transfer_tables import TokenTable, zero_table
 from dspine_hub.modeling_dspine import AdjacentInjection
 
 
@@ -46,20 +47,20 @@ class TransferSpace(AdjacentInjection):
         no_head = norm.weight.new_zeros(1, 1).expand(codes.shape[0], norm.weight.shape[0])
         tables = transfer_tables(layers, codes, norm.weight, norm.variance_epsilon, no_head, head_messages=False)
         if self.tables is None:
-            rows = tables.root.new_zeros(codes.shape[0], self.bias.shape[0])
-            self.tables = dataclasses.replace(tables, head_messages=rows)
+            room = zero_table(codes.shape[0], self.bias.shape[0], like=self.bias)
+            self.tables = dataclasses.replace(tables, head_messages=room)
             return
         for name in ("predecessors", "projection", "gates", "root"):
             getattr(self.tables, name).copy_(getattr(tables, name))
 
-    def attach_head(self, messages: torch.Tensor, weight: torch.Tensor | None) -> None:
+    def attach_head(self, messages: TokenTable, weight: torch.Tensor | None) -> None:
         """Take what is read of the target's LM head.
 
         Args:
-            messages (`torch.Tensor` of shape `[>= V, M]`): What every token's head row reads of a message.
+            messages ([`TokenTable`] of shape `[>= V, M]`): What every token's head row reads of a message.
             weight (`torch.Tensor` of shape `[>= V, H]`, *optional*): Its rows, where they are whole and dense.
         """
-        self.tables.head_messages.copy_(messages[: self.tables.head_messages.shape[0]])
+        self.tables.head_messages.copy_(messages)
         self.rows_readable = weight is not None
         if weight is not None:
             self.tables = dataclasses.replace(self.tables, head_weight=weight)

@@ -9,11 +9,11 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from dspine_hub.kernels import BackboneLogits, InjectedBlock, SlotProjection, candidate_walk
-from dspine_hub.kernels.transfer_tables import head_message_table, stored, table_dtype
+from dspine_hub.kernels.transfer_tables import CHUNK, TokenTable, fill_table, head_message_table, zero_table
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 
-# columns sent through the head at once while its table is made
-CHUNK = 64
+# columns sent through a quantised head at once while its table is made
+COLUMNS = 64
 
 
 def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock, readable: bool) -> torch.Tensor:
@@ -26,11 +26,11 @@ def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock
             the length of the states after that.
 
     Returns:
-        `torch.Tensor` of shape `[B * N, 2 H + 2 M]`, or `[B * N, 2 H + 3 M + 8]`.
+        `torch.Tensor` of shape `[B * N, 2 H + P]` or `[B * N, 2 H + P + M + 8]`, in the dtype of the states; `P` is
+        `2 M` in float32 and `4 M` in half precision.
     """
-    receiver, update = (x.flatten(0, 1) for x in injected.projection)
-    # the receiver gates travel as bits: they are of another dtype, as large
-    parts = [normed, state, receiver.view(state.dtype), update]
+    # the projection is float32, and travels as bits
+    parts = [normed, state, *(x.flatten(0, 1).float().view(state.dtype) for x in injected.projection)]
     if not readable:
         length = torch.linalg.vector_norm(injected.hidden, dim=-1, keepdim=True, dtype=torch.float32)
         # eight times, since a product of rows that are no multiple of 16 bytes is slow
@@ -49,9 +49,11 @@ class SelectorRows(NamedTuple):
 
 def take_rows(rows: torch.Tensor, width: int, size: int) -> SelectorRows:
     """Take rows of slots `[B, S, 2 H + ...]` apart; `width` is `H`, `size` is `M`."""
-    state, receiver, update = rows[..., width : 2 * width + 2 * size].split((width, size, size), dim=-1)
-    projection = SlotProjection(receiver.view(table_dtype(rows.dtype)), update)
-    rest = rows[..., 2 * width + 2 * size :]
+    bits = size * torch.float32.itemsize // rows.itemsize
+    _, state, receiver, update, rest = rows.tensor_split(
+        (width, 2 * width, 2 * width + bits, 2 * width + 2 * bits), -1
+    )
+    projection = SlotProjection(receiver.view(torch.float32), update.view(torch.float32))
     if rest.shape[-1] == 0:
         return SelectorRows(state, projection)
     return SelectorRows(state, projection, rest[..., :size], rest[..., size])
@@ -86,7 +88,7 @@ class TransitionCache:
         self.space.attach_head(messages, head.weight if whole and not quantised else None)
         self._head = head
 
-    def _head_messages(self, head: nn.Module, whole: bool, quantised: bool) -> torch.Tensor:
+    def _head_messages(self, head: nn.Module, whole: bool, quantised: bool) -> TokenTable:
         """Make the table `G` of shape `[V, M]`, whole on every rank."""
         if getattr(head, "num_added_embeddings", 0):
             raise ValueError("the target's LM head must have no added rows (LoRA vocabulary), got some.")
@@ -94,12 +96,19 @@ class TransitionCache:
         if quantised:
             # its rows cannot be read, but columns can be sent through it
             columns = (norm * write.T).contiguous()  # [M, H]
-            parts = (head.quant_method.apply(head, chunk, None).T for chunk in columns.split(CHUNK))
-            table = torch.cat([stored("head_messages", part, table_dtype(write.dtype)) for part in parts], dim=1)
+            rows = torch.cat([head.quant_method.apply(head, part, None).T for part in columns.split(COLUMNS)], dim=1)
+            room = zero_table(*rows.shape, like=write)
+            table = fill_table("head_messages", room, (chunk.float() for chunk in rows.split(CHUNK)))
         else:
             table = head_message_table(head.weight, write, norm)
-        # ranks hold equal, ascending shards, so gathered rows stand at their token ids
-        return table if whole else tensor_model_parallel_all_gather(table, dim=0)
+        if whole:
+            return table
+        # ranks hold equal, ascending shards, so gathered rows stand at their token ids; fixed point travels as bits,
+        # no backend knows integers of 16
+        values, dtype = table.values, table.values.dtype
+        values = values.view(torch.float16) if dtype == torch.int16 else values
+        values, scale = (tensor_model_parallel_all_gather(x, dim=0) for x in (values, table.scale))
+        return TokenTable(values.view(dtype), scale)
 
     def build_lattice(
         self,
