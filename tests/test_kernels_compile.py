@@ -1,0 +1,94 @@
+"""The kernels compiled for an H100 or H200 at the sizes of an 8B drafter, on a machine without a GPU: nothing runs."""
+
+import dataclasses
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dspine_hub.kernels import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
+from dspine_hub.ops_bench import Shape, random_drafter, random_round, run_round
+
+pytestmark = pytest.mark.skipif(
+    triton_support.triton is None or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton; a GPU or the interpreter runs the kernels instead",
+)
+
+# what a program may use of a Hopper device
+SHARED_MEMORY, THREADS = 232_448, 1024
+MODULES = ("adjacent_injection", "injection_kernels", "transition_scores", "candidate_walk", "top_candidates")
+# functions hide the modules of the same names
+MODULES = [
+    sys.modules[f"dspine_hub.kernels.{name}"]
+    for name in ("adjacent_injection", "injection_kernels", "transition_scores", "candidate_walk", "top_candidates")
+]
+KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Put a driver in place that names a Hopper device and launches nothing; returns names of what was compiled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    names = set()
+
+    def load(name, binary, shared, device):
+        assert shared <= SHARED_MEMORY and len(binary) > 0
+        names.add(name)
+        return object(), object(), 0, 0, THREADS
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
+        load_binary=load,
+        unload_module=lambda module: None,
+    )
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        utils=utils,
+    )
+    monkeypatch.setattr(type(driver), "active", stand_in)
+    for module in MODULES:
+        monkeypatch.setattr(module, "use_triton", lambda x: True, raising=False)
+        monkeypatch.setattr(module, "overlap", overlap_of_hopper, raising=False)
+    for kernel in KERNELS.values():
+        kernel.device_caches.clear()
+    yield names
+    for kernel in KERNELS.values():
+        kernel.device_caches.clear()
+
+
+def overlap_of_hopper(x, rows):
+    return {"OVERLAP": True, "launch_pdl": True} if rows <= 64 else {"OVERLAP": False}
+
+
+def compile_round(batch, dtype):
+    """Launch a round's kernels, and those of heads without a table or without rows."""
+    shape = Shape(L=2, V=4096)
+    drafter, inputs = random_drafter(shape, dtype, "cpu", seed=0), random_round(shape, batch, dtype, "cpu", seed=0)
+    run_round(drafter, inputs)
+    state, rest = inputs.states[-1][:, 1:], (inputs.candidates, inputs.anchor)
+    transition_scores(state, *rest, dataclasses.replace(drafter.tables, head_messages=None))
+    injected = adjacent_injection(inputs.states[-1], inputs.anchor, 1, drafter.tables)
+    backbone = BackboneLogits(torch.zeros(rest[0].shape), injected.message[:, 1:], injected.hidden[:, 1:].norm(dim=-1))
+    transition_scores(state, *rest, drafter.tables, injected.projection.slots(), backbone)
+    top_candidates(torch.zeros(batch, 15, 4096, dtype=dtype), 16)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 16, 64])
+def test_every_kernel_compiles_for_hopper(compiled, batch):
+    """Catches what the interpreter takes and the compiler does not, and tiles beyond a device's shared memory."""
+    compile_round(batch, torch.bfloat16)
+    without = {"_message_kernel"} if batch <= 4 else {"_readout_kernel", "_gate_kernel"}
+    assert compiled == KERNELS.keys() - without
+
+
+def test_float32_compiles_for_hopper(compiled):
+    """Catches operands of two dtypes in one product: in float32 nothing is split in two."""
+    compile_round(2, torch.float32)
+    assert compiled == KERNELS.keys() - {"_message_kernel"}
