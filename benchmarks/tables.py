@@ -227,8 +227,7 @@ def soak_paragraph(soak: dict) -> str:
         f"{soak['minutes']:.0f} minutes of mixed load (prompts of 1 to 4,000 tokens, temperatures, aborts): "
         f"{soak['requests']} requests, {soak['aborted']} of them aborted, {soak['failed']} failed, GPU memory "
         f"{soak['memory_growth_mb']:+.0f} MB, host memory {soak['host_growth_mb']:+.0f} MB; of "
-        f"{probes[0]['prompts']} texts decoded before and after, {min(probe['equal'] for probe in probes)} or more "
-        "are equal."
+        f"{probes[0]['prompts']} texts decoded before and after, {min(probe['equal'] for probe in probes)} are equal."
     )
 
 
