@@ -385,7 +385,10 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
     split = tile.split if tiles <= tables.tickets.shape[0] else 1
     out = state.new_empty(batch, slots, count, count, dtype=torch.float32)
     by_token = tables.head_messages is not None
-    messages, messages_scale = tables.head_messages or (_gathered_head_messages(candidates, tables), out)
+    if by_token:
+        messages, messages_scale = tables.head_messages
+    else:
+        messages, messages_scale = _gathered_head_messages(candidates, tables), out
     _scores_kernel[(tiles, split)](
         state,
         candidates,
