@@ -92,3 +92,17 @@ def test_float32_compiles_for_hopper(compiled):
     """Catches operands of two dtypes in one product: in float32 nothing is split in two."""
     compile_round(2, torch.float32)
     assert compiled == KERNELS.keys() - {"_message_kernel"}
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_launches_trace_without_a_break(compiled, monkeypatch, batch):
+    """Catches a wrapper Dynamo cannot follow to its kernels; their results are compared where a GPU runs them."""
+    # Dynamo asks for a device before it knows a kernel
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    shape = Shape(H=256, R=128, M=64, L=2, V=500)
+    drafter = random_drafter(shape, torch.bfloat16, "cpu", seed=0)
+    inputs = random_round(shape, batch, torch.bfloat16, "cpu", seed=0)
+    work = torch.compile(lambda one: run_round(drafter, one)[1:3], fullgraph=True, backend="aot_eager")
+    scores, tokens = work(inputs)
+    assert scores.shape == (batch, 15, 16, 16) and tokens.shape == (batch, 15)
+    assert {"_scores_kernel", "_walk_kernel"} < compiled
