@@ -180,7 +180,7 @@ def serving_parts(result: dict) -> list[str]:
     if "throughput" in result:
         first = result["throughput"][0]
         head = (
-            "Tokens a second in the same run, against plain decoding. Drafting weighs less beside a larger target: at "
+            "Tokens a second in the same run, against plain decoding. At "
             f"concurrency {first['concurrency']} a pass of the mini target takes {1e3 / first['plain']:.1f} ms, a "
             f"round with its draft {1e3 * result['tau']['sglang'] / first['dspine']:.1f}."
         )

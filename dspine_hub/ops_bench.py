@@ -136,11 +136,12 @@ def run_reference(drafter: Drafter, inputs: Round, inject=adjacent_injection_ref
     return written, scores, *walk(scores, inputs.candidates, inputs.temperature, inputs.uniforms)
 
 
-def _double(values):
+def in_double(values):
+    """Convert a tensor to float64 if it floats, or those of a list or named tuple."""
     if torch.is_tensor(values):
         return values.double() if values.is_floating_point() else values
     kind = type(values)
-    return kind(*map(_double, values)) if hasattr(values, "_fields") else [_double(value) for value in values]
+    return kind(*map(in_double, values)) if hasattr(values, "_fields") else [in_double(value) for value in values]
 
 
 def check_round(drafter: Drafter, inputs: Round) -> dict:
@@ -162,7 +163,7 @@ def check_round(drafter: Drafter, inputs: Round) -> dict:
         candidates=torch.searchsorted(needed, inputs.candidates), anchor=torch.searchsorted(needed, inputs.anchor)
     )
     exact = Drafter(
-        [_double(weights) for weights in drafter.layers],
+        [in_double(weights) for weights in drafter.layers],
         drafter.codes[needed].double(),
         drafter.norm_weight.double(),
         drafter.head[needed].double(),
@@ -172,7 +173,7 @@ def check_round(drafter: Drafter, inputs: Round) -> dict:
     error, norm = torch.zeros(2, len(results), device=scores.device, dtype=torch.float64)
     same, ties = 0, [0.0]
     for b in range(scores.shape[0]):
-        one = Round([_double(state[b : b + 1]) for state in renamed.states], *(t[b : b + 1] for t in renamed[1:]))
+        one = Round([in_double(state[b : b + 1]) for state in renamed.states], *(t[b : b + 1] for t in renamed[1:]))
         true_written, true_scores, true_tokens, _ = run_reference(exact, one)
         for i, (mine, true) in enumerate(zip(results, [*true_written, true_scores], strict=True)):
             error[i] += (mine[b : b + 1].double() - true).pow(2).sum()

@@ -135,6 +135,10 @@ def test_the_operations_compile_without_a_break(batch):
     def work(one):
         return *run_round(drafter, one)[1:3], *top_candidates(logits, 16)
 
-    # compiled graphs leave other products to these kernels than eager rounds do: sums in another order, no rounding
-    for mine, theirs in zip(torch.compile(work, fullgraph=True)(inputs), work(inputs), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    (mine, *chosen), (theirs, *expected) = torch.compile(work, fullgraph=True)(inputs), work(inputs)
+    # compiled graphs leave other products to these kernels than eager rounds do. Summed in another order, a message
+    # may round the other way, which scales a row as a whole; by 2e-4 at most in eight emulated pairs
+    own, other = mine.norm(dim=-1, keepdim=True), theirs.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(own, other, rtol=1e-3, atol=0)
+    for found, right in zip((mine / own, *chosen), (theirs / other, *expected), strict=True):
+        torch.testing.assert_close(found, right)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(
 
 # what a program may use of a Hopper device
 SHARED_MEMORY, THREADS = 232_448, 1024
-MODULES = ("adjacent_injection", "injection_kernels", "transition_scores", "candidate_walk", "top_candidates")
 # functions hide the modules of the same names
 MODULES = [
     sys.modules[f"dspine_hub.kernels.{name}"]

@@ -31,7 +31,7 @@ from dspine_hub.kernels import (
     triton_support,
     use_triton,
 )
-from dspine_hub.ops_bench import Drafter, Round, Shape, random_drafter, random_round, run_reference, run_round
+from dspine_hub.ops_bench import Drafter, Shape, in_double, random_drafter, random_round, run_reference, run_round
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -85,14 +85,6 @@ def wide(values):
         name: value.cpu().double() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in ((n, v.cpu() if torch.is_tensor(v) else v) for n, v in values.items())
     }
-
-
-def in_double(values):
-    """Move a tensor, or those of a list or tuple, to the CPU, floating ones in float64."""
-    if torch.is_tensor(values):
-        return values.cpu().double() if values.is_floating_point() else values.cpu()
-    kind = type(values)
-    return kind(*map(in_double, values)) if hasattr(values, "_fields") else kind(map(in_double, values))
 
 
 def assert_near(found, expected, dtype):
@@ -169,11 +161,11 @@ def test_near_ties_are_told_apart_in_half_precision(batch, head):
     """Catches an operand of the scores rounded to half precision: tokens then differ in one block of a hundred."""
     shape = Shape(H=256, R=256, M=256, L=1, V=500)
     drafter, inputs = random_drafter(shape, HALF, DEVICE, seed=0), random_round(shape, batch, HALF, DEVICE, seed=1)
-    exact = Drafter([in_double(layer) for layer in drafter.layers], *map(in_double, drafter[1:4]), tables=None)
-    expected = run_reference(exact, Round(*map(in_double, inputs)))[1]
+    exact = Drafter(*map(in_double, drafter[:4]), tables=None)
+    expected = run_reference(exact, in_double(inputs))[1]
     if head == "gathered":
         drafter = drafter._replace(tables=dataclasses.replace(drafter.tables, head_messages=None))
-    found = run_round(drafter, inputs)[1].cpu().double()
+    found = run_round(drafter, inputs)[1].double()
     first, second = expected.topk(2, dim=-1).indices.split(1, dim=-1)
     gap, own = (x.gather(-1, first) - x.gather(-1, second) for x in (expected, found))
     near = gap < 0.1
