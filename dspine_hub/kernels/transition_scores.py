@@ -333,11 +333,11 @@ def _scores_kernel(
 # measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program,
 # `columns` and `depth` what is read at once of the hidden and of the message axis
 SCORE_TILES = (
-    (16, Tile(1, 256, 128, split=8, stages=2)),
+    (16, Tile(1, 256, 64, split=8, stages=2)),
     (64, Tile(1, 512, 64, split=2, warps=8, stages=3)),
-    (128, Tile(1, 256, 128, stages=2)),
+    (128, Tile(1, 256, 128, warps=8, stages=2)),
     (256, Tile(4, 128, 64, split=2, warps=8, stages=3)),
-    (1 << 30, Tile(4, 128, 32, warps=8, stages=3)),
+    (1 << 30, Tile(4, 128, 64, warps=8, stages=2)),
 )
 
 
