@@ -100,7 +100,7 @@ def ops_paragraph(result: dict) -> str:
         "head, top-16 and an 8B-shaped target's verification, without context. Error: against float64, largest of "
         f"states and scores. At batch {last['batch']} the transition takes 1/{gain:.0f} of its hidden-space form"
         f"{choice}. "
-        f"Chosen tokens equal those of float64 scores in {equal / blocks:.1%} of {blocks} random blocks; the widest "
+        f"Chosen tokens equal those of float64 scores in {equal / blocks:.2%} of {blocks} random blocks; the widest "
         f"tie broken the other way spans {max(row['widest_tie'] for row in result['rows']):.1e} of the scores' root "
         f"mean square. {origin(result)}."
     )
