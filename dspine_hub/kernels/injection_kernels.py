@@ -257,6 +257,22 @@ def _gate_kernel(
 
 
 @jit
+def _halves_kernel(
+    x_ptr,  # [rows, C], float32, its first R columns
+    halves_ptr,  # [2, rows, R], half precision
+    C: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+):
+    row, n = tl.program_id(0).to(tl.int64), tl.arange(0, RP)
+    x = tl.load(x_ptr + row * C + n, n < R, 0.0)
+    high = x.to(halves_ptr.dtype.element_ty)
+    halves_ptr += row * R + n
+    tl.store(halves_ptr, high, n < R)
+    tl.store(halves_ptr + tl.num_programs(0) * R, (x - high.to(tl.float32)).to(high.dtype), n < R)
+
+
+@jit
 def _message_kernel(
     hidden_ptr,  # [rows, H]
     x_ptr,  # [rows, C], its first R columns
@@ -485,13 +501,14 @@ def gate_of_many(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch 2 for many rows: its products by the vendor's kernel, what follows them row by row."""
     rows, (size, rank) = hidden.shape[0], tables.layers[layer].message.shape
-    features, last = products[:, :rank], layer == tables.last
+    last = layer == tables.last
     if last:
-        high = features.to(hidden.dtype)
-        gates = _wide_product(high, tables.gates)
-        rest = _wide_product((features - high).to(hidden.dtype), tables.gates[:size])
+        halves = hidden.new_empty(2, rows, rank)
+        _halves_kernel[(rows,)](products, halves, C=products.shape[1], R=rank, RP=next_power_of_2(rank))
+        gates = _wide_product(halves[0], tables.gates)
+        rest = _wide_product(halves[1], tables.gates[:size])
     else:
-        gates = rest = F.linear(features, tables.gates)
+        gates = rest = F.linear(products, tables.gates)
     z = hidden.new_empty(rows, size)
     gate = hidden.new_empty(rows, size, dtype=torch.float32) if last else z
     square = hidden.new_empty(1, rows, dtype=torch.float32)
