@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
-KERNELS = {"_readout_kernel", "_gate_kernel", "_write_kernel", "_scores_kernel", "_walk_kernel"}
+KERNELS = {"_readout_kernel", "_gate_kernel", "_write_kernel", "_length_kernel", "_scores_kernel", "_walk_kernel"}
 NEW_TOKENS = 64
 
 

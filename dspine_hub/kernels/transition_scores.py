@@ -12,8 +12,11 @@ this file says the same in *message space*, around `z = gate * message(p_c)`, `M
     <r, e_d> = (<h, w*e_d> + s z.G_d) / sqrt((|h|^2 + 2 s z.(W^T h) + s^2 z^T (W^T W) z) / H + eps)
 
 with `s = rms(h)`, `W` the write, `w` the norm's weight, `G_d = W^T (w*e_d)`. What depends on a token alone comes from
-the tables of `transfer_tables`, what the last injection has already computed from its projection. One launch; nothing
-larger than the scores is written to memory.
+the tables of `transfer_tables`, what the last injection has already computed from its projection.
+
+Two launches, and nothing larger than the scores in memory. The first does the matrix products of a length,
+`z^T (W^T W) z = |root z|^2`, for several slots at once. The second takes one slot a program, reads the rows of its
+candidates, and finds each predecessor's length where its scores will stand.
 
 A head that is split over ranks, or quantised, has no rows to read. The backbone's own logit `u_d` went through it, and
 gives the product with the message `z_0` the slot was written:
@@ -164,15 +167,67 @@ def _head_message_kernel(
 
 
 @jit
-def _store_scores(
-    out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H: tl.constexpr, K: tl.constexpr
+def _gated_message(message, gate, scale, receiver, bias):
+    gate = gate.to(tl.float32) * scale + receiver.to(tl.float32) + bias.to(tl.float32)
+    return message.to(tl.float32) * scale * tl.sigmoid(gate)
+
+
+@jit
+def _length_kernel(
+    candidates_ptr,  # [B, S, K], int64
+    anchor_ptr,  # [B], int64
+    receiver_ptr,  # [B, S, M]
+    table_ptr,  # [V, 2M]
+    table_scale_ptr,  # [V]
+    bias_ptr,  # [M]
+    root_ptr,  # [M, M], upper triangle
+    out_ptr,  # [B, S, K, K], float32
+    slots,
+    receiver_batch,
+    receiver_slot,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    M: tl.constexpr,
+    BS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    s = tl.sqrt(square / H)
-    mean_square = tl.maximum(square + 2 * s * cross + s * s * quadratic, 0.0) / H
-    scores = (dots[None, :] + s[:, None] * numerator) / tl.sqrt(mean_square + eps)[:, None]
-    # rows and columns hold several slots; a predecessor scores the candidates of its own slot only
-    inside = inside[:, None] & inside[None, :] & (slot[:, None] == slot[None, :])
-    tl.store(out_ptr + (slot * K + c).to(tl.int64)[:, None] * K + c[None, :], scores, inside)
+    RP: tl.constexpr = BS * KP
+    part = tl.program_id(1)
+    row = tl.arange(0, RP)
+    slot, c = tl.program_id(0) * BS + row // KP, row % KP
+    inside = (slot < slots) & (c < K)
+    if OVERLAP:
+        # waits first: the launch behind this one then finds candidates and projection complete
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    before = tl.load(candidates_ptr + (slot - 1) * K + c, inside & (slot % S > 0), 0)
+    token = tl.where(slot % S > 0, before, tl.load(anchor_ptr + slot // S, inside, 0))
+    table_row = table_ptr + token[:, None] * (2 * M)
+    receiver_row = receiver_ptr + ((slot // S).to(tl.int64) * receiver_batch + slot % S * receiver_slot)[:, None]
+    scale = tl.load(table_scale_ptr + token, inside, 0.0)[:, None]
+    n, m = part * BN + tl.arange(0, BN), tl.arange(0, BK)
+    # rows of the table lie anywhere in memory: each is asked for one step before it is used
+    mask = inside[:, None] & (m < M)[None, :]
+    message = tl.load(table_row + m[None, :], mask, 0)
+    gate = tl.load(table_row + M + m[None, :], mask, 0)
+    image = tl.zeros((RP, BN), tl.float32)
+    # left of its diagonal the root is zero; skipping that would have the compiler wait for every product
+    for _ in range((M + BK - 1) // BK):
+        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
+        receiver = tl.load(receiver_row + m[None, :], mask, 0.0)
+        z = _gated_message(message, gate, scale, receiver, tl.load(bias_ptr + m, m < M, 0.0)[None, :])
+        m += BK
+        mask = inside[:, None] & (m < M)[None, :]
+        message = tl.load(table_row + m[None, :], mask, 0)
+        gate = tl.load(table_row + M + m[None, :], mask, 0)
+        # a length is the same for all candidates of a row: it may be rounded, it tells none from another
+        image = tl.dot(z.to(root.dtype), root, image, input_precision=PRECISION)
+    # it waits in the row of the scores it will scale
+    tl.store(out_ptr + (slot * K + c).to(tl.int64) * K + part, tl.sum(image * image, 1), inside)
 
 
 @jit
@@ -185,7 +240,6 @@ def _scores_kernel(
     table_ptr,  # [V, 2M]
     table_scale_ptr,  # [V]
     bias_ptr,  # [M]
-    root_ptr,  # [M, M]
     norm_ptr,  # [H]
     head_ptr,  # [V, H]
     messages_ptr,  # [V, M], or [B * S * K, M] in the order of the candidates
@@ -193,10 +247,9 @@ def _scores_kernel(
     logits_ptr,  # [B, S, K], float32
     own_ptr,  # [B, S, M]
     length_ptr,  # [B, S]
-    out_ptr,  # [B, S, K, K], float32
-    partial_ptr,  # [tiles, SPLIT, 3, RP], float32
-    ticket_ptr,  # [tiles], int32
-    slots,
+    out_ptr,  # [B, S, K, K], float32; in its first columns the parts of a row's |W z|^2
+    partial_ptr,  # [B * S, SPLIT, (KP + 2) * KP + 1], float32
+    ticket_ptr,  # [B * S], int32
     state_batch,
     state_slot,
     receiver_batch,
@@ -215,129 +268,144 @@ def _scores_kernel(
     M: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
-    BS: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    LENGTHS: tl.constexpr,
     BH: tl.constexpr,
+    BK: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    RP: tl.constexpr = BS * KP
-    tile, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, RP)
-    slot, c = tile * BS + row // KP, row % KP
-    inside = (slot < slots) & (c < K)
+    slot, part = tl.program_id(0), tl.program_id(1)
+    b, s = (slot // S).to(tl.int64), slot % S
+    c = tl.arange(0, KP)
+    inside = c < K
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     own = tl.load(candidates_ptr + slot * K + c, inside, 0)
-    before = tl.load(candidates_ptr + (slot - 1) * K + c, inside & (slot % S > 0), 0)
-    token = tl.where(slot % S > 0, before, tl.load(anchor_ptr + slot // S, inside, 0))
-    b, s = (slot // S).to(tl.int64), slot % S
-
+    before = tl.load(candidates_ptr + (slot - 1) * K + c, c < tl.where(s > 0, K, 0), 0)
+    token = tl.where(s > 0, before, tl.load(anchor_ptr + b))
     source = own if BY_TOKEN else (slot * K + c).to(tl.int64)
-    table_row = table_ptr + token[:, None] * (2 * M)
-    message_row = messages_ptr + source[:, None] * M
-    receiver_row = receiver_ptr + (b * receiver_batch + s * receiver_slot)[:, None]
-    update_row = update_ptr + (b * update_batch + s * update_slot)[:, None]
-    own_row = own_ptr + (b * own_batch + s * own_slot)[:, None]
+    table_row, message_row = table_ptr + token[:, None] * (2 * M), messages_ptr + source[:, None] * M
+    receiver_ptr += b * receiver_batch + s * receiver_slot
+    update_ptr += b * update_batch + s * update_slot
+    own_ptr += b * own_batch + s * own_slot
     # rows of the tables lie anywhere in memory: each is asked for one step before it is used
-    m = tl.arange(0, BK)
+    m_steps: tl.constexpr = (M + SPLIT * BK - 1) // (SPLIT * BK)
+    m = part * m_steps * BK + tl.arange(0, BK)
     mask = inside[:, None] & (m < M)[None, :]
     message = tl.load(table_row + m[None, :], mask, 0)
     gate = tl.load(table_row + M + m[None, :], mask, 0)
-    table_scale = tl.load(table_scale_ptr + token, inside, 0.0)[:, None]
+    g = tl.load(message_row + m[None, :], mask, 0)
+    scale = tl.load(table_scale_ptr + token, inside, 0.0)[:, None]
 
     # this part of the hidden axis: <h, w*e_d> and |h|^2
-    state_row = (state_ptr + b * state_batch + s * state_slot)[:, None]
+    state_ptr += b * state_batch + s * state_slot
     head_row = head_ptr + own[:, None] * H
-    dots = tl.zeros((RP, BH), tl.float32)
-    square = tl.zeros((RP, BH), tl.float32)
     h_steps: tl.constexpr = (H + SPLIT * BH - 1) // (SPLIT * BH)
-    k = split * h_steps * BH + tl.arange(0, BH)
+    k = part * h_steps * BH + tl.arange(0, BH)
+    products = tl.zeros((KP, BH), tl.float32)
+    squares = tl.zeros((BH,), tl.float32)
     if FROM_LOGITS:
         for _ in range(h_steps):
-            h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+            h = tl.load(state_ptr + k, k < H, 0.0).to(tl.float32)
+            squares += h * h
             k += BH
-            square += h * h
     else:
         e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
         for _ in range(h_steps):
-            weighted = e.to(tl.float32) * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)[None, :]
-            h = tl.load(state_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0).to(tl.float32)
+            h = tl.load(state_ptr + k, k < H, 0.0).to(tl.float32)
+            weighted = h * tl.load(norm_ptr + k, k < H, 0.0).to(tl.float32)
+            squares += h * h
             k += BH
-            e = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
-            dots += h * weighted
-            square += h * h
-    dots, square = tl.sum(dots, 1), tl.sum(square, 1)
+            ahead = tl.load(head_row + k[None, :], inside[:, None] & (k < H)[None, :], 0.0)
+            products += e.to(tl.float32) * weighted[None, :]
+            e = ahead
+    dots, square = tl.sum(products, 1), tl.sum(squares, 0)
 
-    # the message axis: z, its product with the candidates' G_d, z.(W^T h), and this part of |W z|^2 = |root z|^2
-    n = split * BN + tl.arange(0, BN)
-    image = tl.zeros((RP, BN), tl.float32)
-    numerator = tl.zeros((RP, RP), tl.float32)
-    cross = tl.zeros((RP, BK), tl.float32)
-    written = tl.zeros((RP, BK), tl.float32)
-    for _ in range((M + BK - 1) // BK):
-        mask = inside[:, None] & (m < M)[None, :]
-        g = tl.load(message_row + m[None, :], mask, 0).to(tl.float32)
-        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
-        wide = gate.to(tl.float32) * table_scale + tl.load(receiver_row + m[None, :], mask, 0.0).to(tl.float32)
-        wide += tl.load(bias_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
-        z = message.to(tl.float32) * table_scale * tl.sigmoid(wide)
-        cross += z * tl.load(update_row + m[None, :], mask, 0.0).to(tl.float32)
+    # this part of the message axis: z.G_d and z.(W^T h)
+    numerator = tl.zeros((KP, KP), tl.float32)
+    crosses = tl.zeros((KP, BK), tl.float32)
+    written = tl.zeros((KP, BK), tl.float32)
+    for _ in range(m_steps):
+        receiver = tl.load(receiver_ptr + m, m < M, 0.0)[None, :]
+        z = _gated_message(message, gate, scale, receiver, tl.load(bias_ptr + m, m < M, 0.0)[None, :])
+        crosses += z * tl.load(update_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
+        wide = g.to(tl.float32)
         if FROM_LOGITS:
-            written += g * tl.load(own_row + m[None, :], mask, 0.0).to(tl.float32)
+            written += wide * tl.load(own_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
         m += BK
         mask = inside[:, None] & (m < M)[None, :]
         message = tl.load(table_row + m[None, :], mask, 0)
         gate = tl.load(table_row + M + m[None, :], mask, 0)
-        # the length is the same for all candidates of a row and may be rounded; what tells them apart may not
-        high, near = z.to(root.dtype), g.to(root.dtype)
+        g = tl.load(message_row + m[None, :], mask, 0)
+        # what tells candidates apart is not rounded
+        near = wide.to(bias_ptr.dtype.element_ty)
         numerator = dot_of_halves(z, tl.trans(near), numerator, PRECISION)
-        if g.dtype != root.dtype:
-            rest = (g - near.to(tl.float32)).to(root.dtype)
-            numerator = tl.dot(high, tl.trans(rest), numerator, input_precision=PRECISION)
-        image = tl.dot(high, root, image, input_precision=PRECISION)
-    cross, quadratic = tl.sum(cross, 1), tl.sum(image * image, 1)
+        if near.dtype != tl.float32:
+            rest = (wide - near.to(tl.float32)).to(near.dtype)
+            numerator = tl.dot(z.to(near.dtype), tl.trans(rest), numerator, input_precision=PRECISION)
+    cross = tl.sum(crosses, 1)
     if FROM_LOGITS:
-        # every part knows all of the message axis, so one of them takes the logits and all take z_0.G_d off
         numerator -= tl.sum(written, 1)[None, :]
-        length = tl.load(length_ptr + b * length_batch + s * length_slot, inside, 0.0).to(tl.float32)
+        length = tl.load(length_ptr + b * length_batch + s * length_slot).to(tl.float32)
         logits = tl.load(logits_ptr + slot * K + c, inside, 0.0)
-        dots = tl.where(split == 0, 1.0, 0.0) * logits * tl.sqrt(length * length / H + eps)
+        dots = tl.where(part == 0, 1.0, 0.0) * logits * tl.sqrt(length * length / H + eps)
     if BY_TOKEN:
         numerator *= tl.load(messages_scale_ptr + own, inside, 0.0)[None, :]
 
-    if SPLIT == 1:
-        _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
-    else:
-        part_ptr = partial_ptr + tile * SPLIT * 3 * RP + row
-        tl.store(part_ptr + (3 * split) * RP, dots)
-        tl.store(part_ptr + (3 * split + 1) * RP, square)
-        tl.store(part_ptr + (3 * split + 2) * RP, quadratic)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    last = SPLIT == 1
+    if SPLIT > 1:
+        size: tl.constexpr = (KP + 2) * KP + 1
+        part_ptr = partial_ptr + slot * SPLIT * size
+        mine = part_ptr + part * size
+        at = c[:, None] * KP + c[None, :]
+        tl.store(mine + at, numerator)
+        tl.store(mine + KP * KP + c, dots)
+        tl.store(mine + KP * KP + KP + c, cross)
+        tl.store(mine + (KP + 2) * KP, square)
         tl.debug_barrier()
-        if tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
+        last = tl.atomic_add(ticket_ptr + slot, 1) == SPLIT - 1
+    if last:
+        if SPLIT > 1:
             # the last to arrive adds all parts, always in the same order, and leaves the ticket as it was
-            dots = tl.zeros((RP,), tl.float32)
-            square = tl.zeros((RP,), tl.float32)
-            quadratic = tl.zeros((RP,), tl.float32)
-            for part in tl.static_range(SPLIT):
-                dots += tl.load(part_ptr + (3 * part) * RP, cache_modifier=".cg")
-                square += tl.load(part_ptr + (3 * part + 1) * RP, cache_modifier=".cg")
-                quadratic += tl.load(part_ptr + (3 * part + 2) * RP, cache_modifier=".cg")
-            _store_scores(out_ptr, numerator, dots, square, cross, quadratic, slot, c, inside, eps, H, K)
-            tl.store(ticket_ptr + tile, 0)
+            numerator = tl.zeros((KP, KP), tl.float32)
+            dots = tl.zeros((KP,), tl.float32)
+            cross = tl.zeros((KP,), tl.float32)
+            square = 0.0
+            for index in tl.static_range(SPLIT):
+                theirs = part_ptr + index * size
+                numerator += tl.load(theirs + at, cache_modifier=".cg")
+                dots += tl.load(theirs + KP * KP + c, cache_modifier=".cg")
+                cross += tl.load(theirs + KP * KP + KP + c, cache_modifier=".cg")
+                square += tl.load(theirs + (KP + 2) * KP, cache_modifier=".cg")
+            tl.store(ticket_ptr + slot, 0)
+        row_ptr = out_ptr + (slot * K + c).to(tl.int64) * K
+        quadratic = tl.zeros((KP,), tl.float32)
+        for index in tl.static_range(LENGTHS):
+            quadratic += tl.load(row_ptr + index, inside, 0.0)
+        tl.debug_barrier()
+        rms = tl.sqrt(square / H)
+        mean_square = tl.maximum(square + 2 * rms * cross + rms * rms * quadratic, 0.0) / H
+        scores = (dots[None, :] + rms * numerator) / tl.sqrt(mean_square + eps)[:, None]
+        tl.store(row_ptr[:, None] + c[None, :], scores, inside[:, None] & inside[None, :])
 
 
-# measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program,
-# `columns` and `depth` what is read at once of the hidden and of the message axis
+# for H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program, `columns` its rows of the
+# root, `depth` what is read at once of the message axis
+LENGTH_TILES = (
+    (16, Tile(1, 64, 128, stages=2)),
+    (128, Tile(1, 256, 64, stages=3)),
+    (256, Tile(2, 256, 64, stages=3)),
+    (1 << 30, Tile(4, 256, 64, warps=8, stages=3)),
+)
+# a slot a program; `columns` and `depth` count what is read at once of the hidden and of the message axis
 SCORE_TILES = (
-    (16, Tile(1, 256, 64, split=8, stages=2)),
-    (64, Tile(1, 512, 64, split=2, warps=8, stages=3)),
-    (128, Tile(1, 256, 128, warps=8, stages=2)),
-    (256, Tile(4, 128, 64, split=2, warps=8, stages=3)),
-    (1 << 30, Tile(4, 128, 64, warps=8, stages=2)),
+    (16, Tile(1, 256, 64, split=8, stages=1)),
+    (64, Tile(1, 256, 64, split=4, stages=1)),
+    (256, Tile(1, 256, 64, split=2, stages=1)),
+    (1 << 30, Tile(1, 256, 64, stages=1)),
 )
 
 
@@ -378,26 +446,51 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
     logits, message, length = backbone if from_logits else (state, state, state[..., 0])
     if from_logits:
         logits, message = logits.contiguous(), message if message.stride(2) == 1 else message.contiguous()
-    tile = pick_tile(SCORE_TILES, batch * slots, dtype)
-    # the tile of float32 counts rows, these count slots
-    tile = tile._replace(rows=1) if tile is FLOAT32_TILE else tile
-    tiles, padded = cdiv(batch * slots, tile.rows), max(16 // tile.rows, next_power_of_2(count))
-    split = tile.split if tiles <= tables.tickets.shape[0] else 1
+    predecessors, bias = tables.predecessors, tables.layers[tables.last].bias
     out = state.new_empty(batch, slots, count, count, dtype=torch.float32)
-    by_token = tables.head_messages is not None
-    if by_token:
+    if tables.head_messages is not None:
         messages, messages_scale = tables.head_messages
     else:
         messages, messages_scale = _gathered_head_messages(candidates, tables), out
-    _scores_kernel[(tiles, split)](
+    # the tile of float32 counts rows, these count slots
+    tile = pick_tile(LENGTH_TILES, batch * slots, dtype)
+    tile = tile._replace(rows=1) if tile is FLOAT32_TILE else tile
+    # parts of a length wait in a row of the scores, which holds as many as there are candidates
+    columns = max(tile.columns, next_power_of_2(cdiv(size, count)))
+    lengths = cdiv(size, columns)
+    _length_kernel[(cdiv(batch * slots, tile.rows), lengths)](
+        candidates,
+        anchor,
+        receiver,
+        *predecessors,
+        bias,
+        tables.root,
+        out,
+        batch * slots,
+        *receiver.stride()[:2],
+        S=slots,
+        K=count,
+        KP=max(16 // tile.rows, next_power_of_2(count)),
+        M=size,
+        BS=tile.rows,
+        BN=columns,
+        BK=tile.depth,
+        PRECISION=dot_precision(state),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlap(state, batch * slots),
+    )
+    tile = pick_tile(SCORE_TILES, batch * slots, dtype)
+    split = tile.split if batch * slots <= tables.tickets.shape[0] else 1
+    padded = max(16, next_power_of_2(count))
+    _scores_kernel[(batch * slots, split)](
         state,
         candidates,
         anchor,
         receiver,
         update,
-        *tables.predecessors,
-        tables.layers[tables.last].bias,
-        tables.root,
+        *predecessors,
+        bias,
         tables.norm_weight,
         tables.head_weight,
         messages,
@@ -406,9 +499,8 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
         message,
         length,
         out,
-        out if split == 1 else out.new_empty(tiles * split * 3 * tile.rows * padded),
+        out if split == 1 else out.new_empty(batch * slots * split * ((padded + 2) * padded + 1)),
         tables.tickets,
-        batch * slots,
         *state.stride()[:2],
         *receiver.stride()[:2],
         *update.stride()[:2],
@@ -420,14 +512,13 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
         KP=padded,
         H=width,
         M=size,
-        BY_TOKEN=by_token,
+        BY_TOKEN=tables.head_messages is not None,
         FROM_LOGITS=from_logits,
-        BS=tile.rows,
-        BN=max(16, next_power_of_2(cdiv(size, split))),
-        BK=tile.depth,
+        LENGTHS=lengths,
         BH=tile.columns,
+        BK=tile.depth,
         SPLIT=split,
-        PRECISION=dot_precision(tables.root),
+        PRECISION=dot_precision(state),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap(state, batch * slots),
