@@ -392,8 +392,8 @@ def _scores_kernel(
         tl.store(row_ptr[:, None] + c[None, :], scores, inside[:, None] & inside[None, :])
 
 
-# for H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` counts slots of a program, `columns` its rows of the
-# root, `depth` what is read at once of the message axis
+# chosen by what fits a device, not measured yet, for H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` are
+# slots of a program, `columns` its rows of the root, `depth` what is read at once of the message axis
 LENGTH_TILES = (
     (16, Tile(1, 64, 128, stages=2)),
     (128, Tile(1, 256, 64, stages=3)),
