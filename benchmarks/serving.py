@@ -246,10 +246,9 @@ def tau(rounds: list[int], texts: list[list[int]]) -> float:
 
 
 def save(out: Path, part: dict) -> None:
-    """Add a part to the result file, with machine, versions and commit of this run; a part keeps its own commit."""
-    result = json.loads(out.read_text()) if out.is_file() else {}
-    result |= describe_environment()
-    result["commits"] = {**result.get("commits", {}), **dict.fromkeys(part, result["commit"])}
+    """Add a part to the result file, with machine, versions and commit of this run; a part keeps its own."""
+    result, origin = json.loads(out.read_text()) if out.is_file() else {}, describe_environment()
+    result |= {**origin, "origins": {**result.get("origins", {}), **dict.fromkeys(part, origin)}}
     for name, value in part.items():
         merged = isinstance(value, dict) and isinstance(result.get(name), dict)
         result[name] = {**result[name], **value} if merged else value

@@ -178,17 +178,22 @@ def serving_parts(result: dict) -> list[str]:
         if result["round_profile"]:
             parts.append(textwrap.fill(profile_paragraph(result["round_profile"]), 118))
     if "throughput" in result:
-        first = result["throughput"][0]
+        # of the same run and the same concurrency
+        first, tau = result["throughput"][0], result["greedy"]["by_concurrency"][0]["tau"]
         head = (
             "Tokens a second in the same run, against plain decoding. At "
             f"concurrency {first['concurrency']} a pass of the mini target takes {1e3 / first['plain']:.1f} ms, a "
-            f"round with its draft {1e3 * result['tau']['sglang'] / first['dspine']:.1f}."
+            f"round with its draft {1e3 * tau / first['dspine']:.1f}."
         )
         parts += [textwrap.fill(head, 118), throughput_table(result["throughput"])]
     if "soak" in result:
         parts.append(textwrap.fill(soak_paragraph(result["soak"]), 118))
-    own = (f"; {name} of `{commit}`" for name, commit in result["commits"].items() if commit != result["commit"])
-    return [*parts, textwrap.fill(f"SGLang {result['versions']['sglang']}, {origin(result)}{''.join(own)}.", 118)]
+    places: dict[str, list[str]] = {}
+    for name, own in result["origins"].items():
+        places.setdefault(f"SGLang {own['versions']['sglang']}, {origin(own)}", []).append(f"`{name}`")
+    listed = "".join(f" {', '.join(names)}: {place}." for place, names in places.items())
+    file = "[`sglang-h200.json`](benchmarks/results/sglang-h200.json)"
+    return [*parts, textwrap.fill(f"The parts of {file} and where they were measured.{listed}", 118)]
 
 
 def texts_paragraph(result: dict) -> str:
