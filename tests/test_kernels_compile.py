@@ -54,16 +54,12 @@ def compiled(monkeypatch):
     monkeypatch.setattr(type(driver), "active", stand_in)
     for module in MODULES:
         monkeypatch.setattr(module, "use_triton", lambda x: True, raising=False)
-        monkeypatch.setattr(module, "overlap", overlap_of_hopper, raising=False)
+        monkeypatch.setattr(module, "overlap", lambda x: {"OVERLAP": True, "launch_pdl": True}, raising=False)
     for kernel in KERNELS.values():
         kernel.device_caches.clear()
     yield names
     for kernel in KERNELS.values():
         kernel.device_caches.clear()
-
-
-def overlap_of_hopper(x, rows):
-    return {"OVERLAP": True, "launch_pdl": True} if rows <= 64 else {"OVERLAP": False}
 
 
 def compile_round(batch, dtype):

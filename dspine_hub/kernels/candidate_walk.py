@@ -119,7 +119,7 @@ def _walk_triton(scores, candidates, temperature, uniforms) -> tuple[torch.Tenso
         K=width,
         KP=padded[1],
         num_warps=8,
-        **overlap(scores, batch * slots),
+        **overlap(scores),
     )
     return tokens, q
 

@@ -386,8 +386,8 @@ GATE_TILES = (
 )
 WRITE_TILES = (
     (16, Tile(16, 32, 128)),
-    (64, Tile(64, 32, 128)),
-    (128, Tile(64, 64, 128, stages=3)),
+    (128, Tile(64, 32, 128)),
+    (256, Tile(64, 64, 128, stages=3)),
     (512, Tile(128, 64, 64, warps=8)),
     (1 << 30, Tile(128, 128, 64, warps=8, stages=3)),
 )
@@ -442,7 +442,7 @@ def readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor, w
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden, rows),
+        **overlap(hidden),
     )
     return out
 
@@ -491,7 +491,7 @@ def gate(
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden, rows),
+        **overlap(hidden),
     )
     return z, gate, square
 
@@ -558,6 +558,6 @@ def write(hidden: torch.Tensor, z: torch.Tensor, square: torch.Tensor, weight: t
         PRECISION=dot_precision(hidden),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **overlap(hidden, rows),
+        **overlap(hidden),
     )
     return out

@@ -136,7 +136,7 @@ def _top_triton(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     largest = rows.new_empty(number, groups, dtype=torch.int32)
     values = rows.new_empty(number, count)
     ids = rows.new_empty(number, count, dtype=torch.int64)
-    ahead = overlap(rows, number)
+    ahead = overlap(rows)
     _group_kernel[(cdiv(groups, 32), number)](
         rows, largest, groups, rows.stride(0), V=width, GROUP=GROUP, BG=32, num_warps=4, **ahead
     )

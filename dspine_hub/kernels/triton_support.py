@@ -61,13 +61,13 @@ def dot_of_halves(x, y, acc, PRECISION: tl.constexpr):
     return acc
 
 
-def overlap(x: torch.Tensor, rows: int) -> dict:
+def overlap(x: torch.Tensor) -> dict:
     """Return the launch arguments that let a kernel start before the one in front of it has ended.
 
-    Its weights then travel while its neighbour computes (Hopper's programmatic dependent launch). That pays while a
-    launch leaves room on the device, up to 64 rows. Dynamo knows no such argument, so compiled graphs launch without.
+    Its weights then travel while its neighbour computes (Hopper's programmatic dependent launch). Dynamo knows no such
+    argument, so compiled graphs launch without.
     """
-    able = rows <= 64 and x.is_cuda and torch.version.hip is None and not torch.compiler.is_compiling()
+    able = x.is_cuda and torch.version.hip is None and not torch.compiler.is_compiling()
     able = able and torch.cuda.get_device_capability(x.device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
