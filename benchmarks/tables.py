@@ -228,10 +228,12 @@ def texts_paragraph(result: dict) -> str:
 def soak_paragraph(soak: dict) -> str:
     """Render an endurance run."""
     probes = [run["probe"] for run in soak["runs"]]
+    # only of results whose host memory is more than its own
+    host = f" ({soak['host_memory']})" if "host_memory" in soak else ""
     return (
         f"{soak['minutes']:.0f} minutes of mixed load (prompts of 1 to 4,000 tokens, temperatures, aborts): "
         f"{soak['requests']} requests, {soak['aborted']} of them aborted, {soak['failed']} failed, GPU memory "
-        f"{soak['memory_growth_mb']:+.0f} MB, host memory {soak['host_growth_mb']:+.0f} MB; of "
+        f"{soak['memory_growth_mb']:+.0f} MB, host memory {soak['host_growth_mb']:+.0f} MB{host}; of "
         f"{probes[0]['prompts']} texts decoded before and after, {min(probe['equal'] for probe in probes)} are equal."
     )
 
@@ -254,7 +256,9 @@ def profile_paragraph(profiles: list[dict]) -> str:
     found = []
     for profile in profiles:
         base = profile["dflash"]["busy_us"]
-        ratios = (f"{name} {profile[key]['busy_us'] / base - 1:+.1%}" for name, key in ADDED)
+        shown = [(name, profile[key]["busy_us"]) for name, key in ADDED if key in profile]
+        # without the sign of a negative zero
+        ratios = (f"{name} {round(busy / base - 1, 3) + 0.0:+.1%}" for name, busy in shown)
         found.append(f"at batch {profile['batch']} {' and '.join(ratios)}")
     return f"The time in which a kernel runs, by a profile of the same engines: {', '.join(found)}."
 
