@@ -194,7 +194,7 @@ async def soak(engine, step: dict) -> dict:
         "slots_free": free,
         "memory_growth_mb": growth["gpu"],
         "host_growth_mb": growth["host"],
-        # one a minute
+        # about one a minute
         "memory_mb": memory[::12],
         "probe": {"before": before, "after": after},
     }

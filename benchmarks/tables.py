@@ -228,7 +228,7 @@ def texts_paragraph(result: dict) -> str:
 def soak_paragraph(soak: dict) -> str:
     """Render an endurance run."""
     probes = [run["probe"] for run in soak["runs"]]
-    # only of results whose host memory is more than its own
+    # a result whose host memory was counted otherwise says how
     host = f" ({soak['host_memory']})" if "host_memory" in soak else ""
     return (
         f"{soak['minutes']:.0f} minutes of mixed load (prompts of 1 to 4,000 tokens, temperatures, aborts): "
@@ -257,8 +257,7 @@ def profile_paragraph(profiles: list[dict]) -> str:
     for profile in profiles:
         base = profile["dflash"]["busy_us"]
         shown = [(name, profile[key]["busy_us"]) for name, key in ADDED if key in profile]
-        # without the sign of a negative zero
-        ratios = (f"{name} {round(busy / base - 1, 3) + 0.0:+.1%}" for name, busy in shown)
+        ratios = (f"{name} {busy / base - 1:+z.1%}" for name, busy in shown)
         found.append(f"at batch {profile['batch']} {' and '.join(ratios)}")
     return f"The time in which a kernel runs, by a profile of the same engines: {', '.join(found)}."
 
