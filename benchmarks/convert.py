@@ -39,7 +39,8 @@ shutil.copytree(source, out)
 """,
     "convert": """
 from dspine_hub.api import convert_drafter
-import dspine_hub.bundle, dspine_hub.convert.conversion, dspine_hub.modeling_dspine, dspine_hub.pairing
+import dspine_hub.publish.bundle, dspine_hub.conversion.convert, dspine_hub.modeling_dspine
+import dspine_hub.checkpoints.pairing
 start = time.perf_counter()
 convert_drafter(source, out)
 """,
@@ -144,7 +145,7 @@ def run_step(step: str, source: Path, out: Path) -> dict:
 
 def check_equal(source: Path, out: Path) -> None:
     """Stop unless both hold the same tensors, by their bytes."""
-    from dspine_hub.hub import diff
+    from dspine_hub.publish.hub import diff
 
     changes = diff(source, out).tensors
     if changes:

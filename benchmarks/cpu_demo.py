@@ -16,7 +16,7 @@ from report import out_option, write_report
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dspine_hub.demo import Pair, compare
+from dspine_hub.evaluation.pair import Pair, compare
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 

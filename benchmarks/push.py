@@ -1,10 +1,10 @@
 """Push and pull of a large bundle: this package against plain huggingface_hub, over loopback, in one run.
 
-`python benchmarks/push.py --gb 2 --out benchmarks/results/push.json`. The Hub is `tests/hub_server.py` in a process of
-its own. Each step runs in a fresh process that reports its seconds and its peak memory above the bare interpreter. The
-two clients take turns, and each starts with an empty Hub and an empty folder. Only the transfer is compared: the
-bundle's own checks are left out, the hashes of push and pull are not. A time is printed only when every pulled file
-has the sha256 of its source.
+`python benchmarks/push.py --gb 2 --out benchmarks/results/push.json`. The Hub is `tests/helpers/hub_server.py` in a
+process of its own. Each step runs in a fresh process that reports its seconds and its peak memory above the bare
+interpreter. The two clients take turns, and each starts with an empty Hub and an empty folder. Only the transfer is
+compared: the bundle's own checks are left out, the hashes of push and pull are not. A time is printed only when every
+pulled file has the sha256 of its source.
 """
 
 import json
@@ -39,12 +39,12 @@ print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak() -
 STEPS = {
     ("dspine_hub", "push"): """
 from dspine_hub.findings import Report
-from dspine_hub.hub import push
+from dspine_hub.publish.hub import push
 start = time.perf_counter()
 push(folder, repo, check=lambda path: Report())
 """,
     ("dspine_hub", "pull"): """
-from dspine_hub.hub import pull
+from dspine_hub.publish.hub import pull
 start = time.perf_counter()
 pull(repo, folder)
 """,
@@ -69,7 +69,7 @@ CLIENTS = ("dspine_hub", "huggingface_hub")
 
 def write_bundle(folder: Path, total: int):
     """Write shards of random bytes with a valid header, a card, an index and the hashes."""
-    from dspine_hub.bundle import file_sha256
+    from dspine_hub.publish.bundle import file_sha256
 
     folder.mkdir()
     count, names = max(2, -(-total // SHARD_BYTES)), {}
@@ -103,9 +103,9 @@ def run_step(client: str, step: str, folder: Path, environment: dict) -> dict:
 
 def run_client(client: str, bundle: Path, place: Path) -> dict[str, dict]:
     """Push to an empty Hub, pull back, compare; return what each step reported."""
-    from dspine_hub.bundle import file_sha256
+    from dspine_hub.publish.bundle import file_sha256
 
-    command = [sys.executable, str(ROOT / "tests" / "hub_server.py"), "0", str(place / "server")]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "hub_server.py"), "0", str(place / "server")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -27,7 +27,7 @@ FORMS = {
 def measure(arguments: dict, prompts: list[str]) -> dict:
     """Convert, decode, compare with plain decoding."""
     from dspine_hub.api import convert_drafter
-    from dspine_hub.demo import Pair, compare
+    from dspine_hub.evaluation.pair import Pair, compare
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "bundle"

@@ -26,15 +26,15 @@ def target_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 def dspine_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a DSpine checkpoint."""
+    from dspine_hub.checkpoints.expected import expected_tensors
     from dspine_hub.configuration_dspine import DSpineConfig
-    from dspine_hub.convert.conversion import expected_tensors
 
     return expected_tensors(DSpineConfig(**config))
 
 
 def dflash_part(dspine: dict) -> dict:
     """Return what of a DSpine checkpoint's tensors, or of their shapes, by name, a DFlash checkpoint has too."""
-    from dspine_hub.convert.conversion import START_NAMES
+    from dspine_hub.checkpoints.expected import START_NAMES
 
     return {name: value for name, value in dspine.items() if not name.startswith(START_NAMES)}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 
 from dspine_hub.environment import describe_environment
-from dspine_hub.prompts import read_prompts
+from dspine_hub.evaluation.prompts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -341,7 +341,7 @@ def transformers_tau(obj, tokens, dtype):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from dspine_hub.loading import load_drafter_checkpoint
+    from dspine_hub.checkpoints.loading import load_drafter_checkpoint
 
     device, kind = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, dtype)
     target = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype=kind).to(device).eval()

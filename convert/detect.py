@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dspine_hub.convert.formats import FORMATS
+from dspine_hub.checkpoints.formats import FORMATS
 from dspine_hub.errors import DSpineHubError
 
 # tensors shown of a source nobody knows; a checkpoint may hold hundreds

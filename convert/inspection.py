@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from dspine_hub import sources
-from dspine_hub.convert.conversion import Source, plan_names
-from dspine_hub.convert.settings import flatten, read_settings
-from dspine_hub.convert.tensors import StoredTensor, list_tensors, stored_tensors
+from dspine_hub.checkpoints import sources
+from dspine_hub.checkpoints.settings import flatten, read_settings
+from dspine_hub.checkpoints.tensors import StoredTensor, list_tensors, stored_tensors
+from dspine_hub.conversion.convert import Source, plan_names
 from dspine_hub.errors import DSpineHubError
 
 SETTINGS = (

@@ -5,13 +5,14 @@ stays in bfloat16: norms, injection and codes, because they decide which token i
 because it reads the target's raw states, outliers included, and its dtype is that of the whole pass.
 """
 
-import re
 from collections.abc import Iterator
 
 import torch
 
-from dspine_hub.convert.formats import QUANTIZATIONS, QUANTIZED
-from dspine_hub.convert.tensors import DTYPES, Item
+from dspine_hub.checkpoints.expected import quantized_names
+from dspine_hub.checkpoints.formats import QUANTIZATIONS, QUANTIZED
+from dspine_hub.checkpoints.tensors import DTYPES
+from dspine_hub.conversion.writing import Item
 
 ROWS = 1024
 
@@ -36,18 +37,6 @@ def quantization_config(name: str) -> dict:
         "dequantize": True,
         "run_compressed": False,
     }
-
-
-def quantized_names(names) -> list[str]:
-    """List the weights that are quantised, of all names of a drafter."""
-    return [name for name in names if re.fullmatch(QUANTIZED + r"\.weight", name)]
-
-
-def stored_shapes(shapes: dict[str, tuple[int, ...]], config) -> dict[str, tuple[int, ...]]:
-    """Add the scales that a quantised drafter stores beside the tensors of its model."""
-    if not getattr(config, "quantization_config", None):
-        return dict(shapes)
-    return shapes | {f"{name}_scale": (shapes[name][0], 1) for name in quantized_names(shapes)}
 
 
 def quantize_items(items: list[Item], name: str) -> list[Item]:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dspine_hub.convert.formats import CASTS, RULES, Drop, Split
-from dspine_hub.convert.tensors import StoredTensor
+from dspine_hub.checkpoints.formats import CASTS, RULES, Drop, Split
+from dspine_hub.checkpoints.tensors import StoredTensor
 from dspine_hub.errors import DSpineHubError
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.convert.tensors import Item, made
+from dspine_hub.conversion.writing import Item, made
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.modeling_dspine import transfer_basis, transfer_codes
 

@@ -13,7 +13,7 @@ _LAZY = {
     "DSpineGenerateOutput": "generation_dspine",
     "DSpineHubError": "errors",
     "DSpineStatistics": "generation_dspine",
-    "build_bundle": "bundle",
+    "build_bundle": "publish.bundle",
     "convert_drafter": "api",
     "generate": "api",
     "load_drafter": "api",

@@ -44,7 +44,7 @@ def convert_drafter(
     Args:
         source (`str` or `Path`): Folder or repository of the drafter.
         out (`str` or `Path`): Folder to create; must not exist or be empty.
-        from_format, to_format (`str`): Keys of `dspine_hub.convert.formats.FORMATS`; `"auto"` tells the source's.
+        from_format, to_format (`str`): Keys of `dspine_hub.checkpoints.formats.FORMATS`; `"auto"` tells the source's.
         target (`str` or `Path`, *optional*): Folder or repository of the target. A bundle records it; codes, tables
             that are left out and the pair itself are checked with it.
         storage (`str`, *optional*): `"codes"` or `"basis"`, of the transfer space; as in the source by default.
@@ -53,18 +53,18 @@ def convert_drafter(
         revision (`str`, *optional*): Branch, tag or commit, when `source` is a repository.
 
     Returns:
-        `dspine_hub.convert.conversion.Conversion`.
+        `dspine_hub.conversion.convert.Conversion`.
 
     Raises:
         DSpineHubError: When the source is incomplete, contradictory, damaged, or does not fit the target.
     """
-    from dspine_hub.bundle import complete_bundle
-    from dspine_hub.convert.conversion import Source, convert
-    from dspine_hub.convert.formats import FORMATS
-    from dspine_hub.convert.targets import TargetFiles
+    from dspine_hub.checkpoints.formats import FORMATS
+    from dspine_hub.checkpoints.pairing import check_pair
+    from dspine_hub.checkpoints.targets import TargetFiles
+    from dspine_hub.conversion.convert import Source, convert
     from dspine_hub.findings import Report
     from dspine_hub.folders import check_free, new_folder
-    from dspine_hub.pairing import check_pair
+    from dspine_hub.publish.bundle import complete_bundle
 
     out = check_free(out, "DST")
     writable = [name for name, entry in FORMATS.items() if entry.writes]
@@ -117,10 +117,10 @@ def load_drafter(source: str | Path, target=None, revision: str | None = None, t
     Raises:
         DSpineHubError: When the drafter cannot be read or converted, or belongs to another target.
     """
-    from dspine_hub.convert.conversion import Source
-    from dspine_hub.convert.targets import LoadedTarget, TargetFiles
-    from dspine_hub.loading import load_drafter_checkpoint, load_target
-    from dspine_hub.pairing import check_pair
+    from dspine_hub.checkpoints.loading import load_drafter_checkpoint, load_target
+    from dspine_hub.checkpoints.pairing import check_pair
+    from dspine_hub.checkpoints.targets import LoadedTarget, TargetFiles
+    from dspine_hub.conversion.convert import Source
 
     files = None
     if isinstance(target, str | Path):
@@ -146,8 +146,8 @@ def _local(source: str | Path, revision: str | None) -> Path:
     """Return the folder of a source; a repository's weights are fetched, its code is not."""
     if Path(source).is_dir():
         return Path(source)
-    from dspine_hub.hub import fetch_weights
-    from dspine_hub.sources import Source
+    from dspine_hub.checkpoints.sources import Source
+    from dspine_hub.publish.hub import fetch_weights
 
     # refuses what is neither a folder nor a repository id
     return fetch_weights(Source(source).name, revision)
@@ -159,7 +159,7 @@ def _converted(source, target, tap_ids: str | None) -> Path:
         return source.folder
     from huggingface_hub import constants
 
-    from dspine_hub.convert.conversion import convert
+    from dspine_hub.conversion.convert import convert
     from dspine_hub.folders import new_folder
 
     paths = [source.folder / "config.json", *source.files]

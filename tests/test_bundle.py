@@ -14,9 +14,9 @@ from overlays import OVERLAYS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.bundle import SHIPPED, build_bundle
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
+from dspine_hub.publish.bundle import SHIPPED, build_bundle
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 OVERLAY_FOLDER = os.environ.get("DSPINE_OVERLAYS")
@@ -127,7 +127,7 @@ def test_bundle_decodes_without_this_package(mini_bundle, tmp_path, hidden, newe
 
 
 @pytest.mark.overlay
-@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="set DSPINE_OVERLAYS to a folder filled by tests/overlays.py")
+@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="needs DSPINE_OVERLAYS, see tests/helpers/overlays.py")
 @pytest.mark.parametrize("hidden", [("dspine_hub",), ("dspine_hub", "triton")], ids=["triton", "no-triton"])
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_bundle_decodes_on_every_supported_transformers(mini_bundle, tmp_path, version, hidden, newest_lengths):
@@ -196,7 +196,7 @@ def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
     def fail(config):
         raise OSError("no space left")
 
-    monkeypatch.setattr("dspine_hub.bundle.render_card", fail)
+    monkeypatch.setattr("dspine_hub.publish.bundle.render_card", fail)
     with pytest.raises(OSError, match="no space left"):
         build_bundle(MINI / "drafter", tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from test_receipts import SAMPLED, build_receipt
 
-from dspine_hub.card_checks import check_card, check_folder, claimed_numbers
-from dspine_hub.cards import is_repo_id, render_card
 from dspine_hub.cli.card import card
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.receipts import load_receipts
+from dspine_hub.evaluation.receipts import load_receipts
+from dspine_hub.publish.card_checks import check_card, check_folder, claimed_numbers
+from dspine_hub.publish.cards import is_repo_id, render_card
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 TARGET = {"id": "Org/Target", "revision": "abc1234", "enable_thinking": False, "chat_template_sha256": "c" * 64}

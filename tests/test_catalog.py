@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dspine_hub.cards import render_entry
-from dspine_hub.catalog import (
+from dspine_hub.cli.list import list_entries
+from dspine_hub.cli.show import show
+from dspine_hub.errors import DSpineHubError
+from dspine_hub.publish.cards import render_entry
+from dspine_hub.publish.catalog import (
     FACT_GROUPS,
     LABELS,
     STATUS,
@@ -20,9 +23,6 @@ from dspine_hub.catalog import (
     load_catalog,
     parse_entry,
 )
-from dspine_hub.cli.list import list_entries
-from dspine_hub.cli.show import show
-from dspine_hub.errors import DSpineHubError
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [entry.name for entry in load_catalog()]
@@ -180,7 +180,7 @@ def test_list_and_show():
 def test_catalog_needs_no_torch():
     """Catches a slow `dspine-hub list`."""
     code = (
-        "import sys, dspine_hub.cards, dspine_hub.catalog; dspine_hub.catalog.load_catalog(); "
+        "import sys, dspine_hub.publish.cards, dspine_hub.publish.catalog; dspine_hub.publish.catalog.load_catalog(); "
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

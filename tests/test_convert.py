@@ -14,14 +14,15 @@ from oracle import Oracle
 from safetensors.torch import load_file, save_file
 
 from dspine_hub.api import convert_drafter, load_drafter
-from dspine_hub.convert import tensors as stream
-from dspine_hub.convert.detect import detect
-from dspine_hub.convert.formats import FORMATS, RULES, TAP_MEANINGS
-from dspine_hub.convert.settings import read_settings, read_taps
+from dspine_hub.checkpoints import tensors as reading
+from dspine_hub.checkpoints.formats import FORMATS, RULES, TAP_MEANINGS
+from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+from dspine_hub.checkpoints.settings import read_settings, read_taps
+from dspine_hub.conversion import writing as stream
+from dspine_hub.conversion.detect import detect
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
 from dspine_hub.generation_dspine import TapRecorder
-from dspine_hub.loading import load_drafter_checkpoint
 
 TEXT = [3, 1, 4, 15, 92, 65, 35]
 # float32 against float64 through three layers of width 32
@@ -211,7 +212,7 @@ def test_source_is_never_modified(folder, tmp_path):
 
 def test_every_rule_of_the_table_is_used(folder, tmp_path):
     """Catches a rule that another one shadows."""
-    from dspine_hub.convert.rules import match
+    from dspine_hub.conversion.rules import match
 
     names = ("rotary_emb.inv_freq", "model.embed_tokens.weight", "lm_head.weight", "d2t", "codes", "fc.weight")
     names += ("layers.0.self_attn.qkv_proj.weight", "layers.1.mlp.gate_up_proj.weight")
@@ -253,14 +254,15 @@ def test_large_tensors_pass_in_pieces_and_large_files_in_shards(tmp_path, monkey
     """Catches a seam between two pieces, a buffer reused too early, and an index that names the wrong shard."""
     tensors = {f"t{i}": torch.randn(1000, 7, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(5)}
     save_file(tensors, tmp_path / "source.safetensors")
+    monkeypatch.setattr(reading, "PIECE", 1024)
     monkeypatch.setattr(stream, "PIECE", 1024)
-    stored = stream.read_file(tmp_path / "source.safetensors")
+    stored = reading.read_file(tmp_path / "source.safetensors")
     items = [stream.Item(name, tensor.shape, tensor.dtype, tensor.pieces) for name, tensor in stored.items()]
     (tmp_path / "out").mkdir()
     hashes = stream.write_weights(tmp_path / "out", items, shard_bytes=30_000)
     assert len(hashes) == 3
     assert hashes == {name: file_sha256(tmp_path / "out" / name) for name in hashes}
-    index = json.loads((tmp_path / "out" / stream.INDEX).read_text())
+    index = json.loads((tmp_path / "out" / reading.INDEX).read_text())
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])
     assert index["metadata"]["total_size"] == 5 * 14_000
@@ -356,11 +358,11 @@ def test_load_drafter_takes_any_format_and_converts_once(folder, tmp_path, monke
     """Catches a cache that is never hit or hit by other weights, and a drafter that comes back unbound."""
     from huggingface_hub import constants
 
-    from dspine_hub.convert import conversion
+    from dspine_hub.conversion import convert as conversion
 
     place, target = folder
     # the tiny target has no tokenizer to load
-    monkeypatch.setattr("dspine_hub.loading.load_target", lambda path: (target, None))
+    monkeypatch.setattr("dspine_hub.checkpoints.loading.load_target", lambda path: (target, None))
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     writer = (lambda path, target: checkpoints.write_dflash(path)) if kind == "dflash" else WRITERS[kind]
     source = writer(tmp_path / "source", target)

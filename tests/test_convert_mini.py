@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from test_receipts import RECEIPT
 
 from dspine_hub.api import convert_drafter
-from dspine_hub.canary import CANARY_PROMPTS, agreement
 from dspine_hub.cli import main
-from dspine_hub.demo import Pair, compare
-from dspine_hub.prompts import read_prompts
-from dspine_hub.verify import verify
+from dspine_hub.evaluation.canary import CANARY_PROMPTS, agreement
+from dspine_hub.evaluation.pair import Pair, compare
+from dspine_hub.evaluation.prompts import read_prompts
+from dspine_hub.publish.verify import verify
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 RECORDED = json.loads((Path(__file__).parent / "data" / "mini_lengths.json").read_text())

@@ -501,7 +501,7 @@ def test_failure_while_writing_leaves_no_folder(target, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no space left")
 
-    monkeypatch.setattr("dspine_hub.convert.conversion.write_weights", fail)
+    monkeypatch.setattr("dspine_hub.conversion.convert.write_weights", fail)
     with pytest.raises(OSError, match="no space left"):
         convert_drafter(source, tmp_path / "out" / "bundle", target=place)
     assert list((tmp_path / "out").iterdir()) == []

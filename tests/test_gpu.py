@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspine_hub.bundle import build_bundle
-from dspine_hub.demo import Pair
+from dspine_hub.evaluation.ops.bench import (
+    COPIES,
+    Shape,
+    check_blocks,
+    check_round,
+    random_drafter,
+    random_round,
+    run_round,
+)
+from dspine_hub.evaluation.pair import Pair
+from dspine_hub.evaluation.prompts import read_prompts
 from dspine_hub.kernels import top_candidates, use_triton
-from dspine_hub.ops_bench import COPIES, Shape, check_blocks, check_round, random_drafter, random_round, run_round
-from dspine_hub.prompts import read_prompts
+from dspine_hub.publish.bundle import build_bundle
 
 pytestmark = [
     pytest.mark.gpu,

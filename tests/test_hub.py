@@ -23,16 +23,16 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_downl
 from safetensors.torch import load_file, save_file
 from test_receipts import RECEIPT
 
-from dspine_hub import hub
-from dspine_hub.bundle import build_bundle
-from dspine_hub.cards import PLACEHOLDER
 from dspine_hub.cli.diff import diff as diff_command
 from dspine_hub.cli.pull import pull as pull_command
 from dspine_hub.cli.push import push as push_command
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 from dspine_hub.folders import file_sha256
-from dspine_hub.hub_client import blob_id
+from dspine_hub.publish import hub
+from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.cards import PLACEHOLDER
+from dspine_hub.publish.hub_client import blob_id
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -87,7 +87,7 @@ def sleeps(monkeypatch):
     waits = []
     shim = types.SimpleNamespace(**{**vars(time), "sleep": waits.append})
     monkeypatch.setattr("huggingface_hub.utils._http.time", shim)
-    monkeypatch.setattr("dspine_hub.hub_client.time", shim)
+    monkeypatch.setattr("dspine_hub.publish.hub_client.time", shim)
     return waits
 
 
@@ -242,7 +242,7 @@ def test_saved_and_forked_copies_draft_alike(loaded, name):
 
 def test_pull_of_a_tag_passes_verify(published, mini, tmp_path, monkeypatch):
     """Catches a pull of main instead of the tag, and a pulled folder that is no bundle any more."""
-    from dspine_hub.verify import verify
+    from dspine_hub.publish.verify import verify
 
     use(monkeypatch, published, tmp_path / "cache")
     pulled = hub.pull(REPO, tmp_path / "pulled", revision="v1")
@@ -704,7 +704,7 @@ def test_stale_parent_is_refused(server, folder, monkeypatch):
 PUSH = """
 import sys
 from dspine_hub.findings import Report
-from dspine_hub.hub import push
+from dspine_hub.publish.hub import push
 push(sys.argv[1], sys.argv[2], tag="v1", check=lambda folder: Report())
 print("{}")
 """
@@ -757,7 +757,7 @@ def test_server_without_xet_names_the_way_around(server, folder, monkeypatch):
 
 PULL = """
 import sys
-from dspine_hub.hub import pull
+from dspine_hub.publish.hub import pull
 print('"' + str(pull(sys.argv[1], sys.argv[2], revision="v1")) + '"')
 """
 
@@ -961,7 +961,7 @@ def test_diff_of_damaged_weights_is_readable(folder, tmp_path):
 
 def test_push_command_prints_data_on_stdout_only(server, folder, monkeypatch, tmp_path):
     """Catches a script that must parse prose, or a token or bar in its input."""
-    monkeypatch.setattr("dspine_hub.verify.verify", lambda path, target=None: Report())
+    monkeypatch.setattr("dspine_hub.publish.verify.verify", lambda path, target=None: Report())
     runner = CliRunner()
     dry = runner.invoke(push_command, [str(folder), REPO, "--dry-run"])
     assert dry.exit_code == 0, dry.output
@@ -988,7 +988,7 @@ def test_push_command_fails_on_findings(server, folder):
 
 def test_server_runs_alone(tmp_path):
     """Catches a Hub that only works inside this suite; benchmarks and users start it by hand."""
-    script = Path(__file__).with_name("hub_server.py")
+    script = ROOT / "tests" / "helpers" / "hub_server.py"
     command = [sys.executable, str(script), "0", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -1016,7 +1016,7 @@ def test_collection_gains_the_repository_once(server, folder):
 
 PAIR = """
 import json, sys
-from dspine_hub.pairing import check_pair
+from dspine_hub.checkpoints.pairing import check_pair
 report = check_pair(sys.argv[1], sys.argv[2])
 print(json.dumps(report.as_dict()))
 """

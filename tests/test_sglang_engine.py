@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspine_hub.api import convert_drafter
-from dspine_hub.bundle import build_bundle
-from dspine_hub.loading import load_drafter_checkpoint
+from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+from dspine_hub.publish.bundle import build_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / "examples" / "mini"
@@ -45,9 +45,7 @@ TOKENS = 48
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(
-        not (ENGINES and OVERLAYS), reason="set DSPINE_ENGINES to a folder filled by tests/sglang_engines.py"
-    ),
+    pytest.mark.skipif(not (ENGINES and OVERLAYS), reason="needs DSPINE_ENGINES, see tests/helpers/sglang_engines.py"),
 ]
 
 
@@ -72,7 +70,7 @@ def generate(version, place, engine, calls, **variables):
     """Run one engine; returns a list of outputs a call."""
     job, result = place / "job.json", place / "result.json"
     job.write_text(json.dumps({"engine": engine, "calls": calls}, default=str))
-    done = start(version, ROOT / "tests" / "sglang_job.py", job, result, **variables)
+    done = start(version, ROOT / "tests" / "helpers" / "sglang_job.py", job, result, **variables)
     assert result.is_file(), done.stderr[-4000:]
     return json.loads(result.read_text())
 
@@ -357,7 +355,7 @@ def changed(bundle, place, edit):
 def refusal(version, place, engine):
     """Start an engine that must not start; returns what it says."""
     (place / "job.json").write_text(json.dumps({"engine": engine, "calls": []}, default=str))
-    done = start(version, ROOT / "tests" / "sglang_job.py", place / "job.json", place / "result.json")
+    done = start(version, ROOT / "tests" / "helpers" / "sglang_job.py", place / "job.json", place / "result.json")
     assert not (place / "result.json").exists() and done.returncode != 0
     assert "ended after" not in done.stderr, "the engine hung instead of ending"
     return done.stderr

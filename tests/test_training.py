@@ -16,10 +16,10 @@ from oracle import Oracle
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dspine_hub.checkpoints.pairing import describe_target
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.generation_dspine import summarize
 from dspine_hub.modeling_dspine import DSpineForSpeculation
-from dspine_hub.pairing import describe_target
 from dspine_hub.training.blocks import build_blocks, sample_anchors
 from dspine_hub.training.config import DataConfig, ObjectiveConfig, SourceConfig, TrainConfig, load_config
 from dspine_hub.training.data import Sequences, step_indices

@@ -20,6 +20,15 @@ from test_kernels import (
     weights,
 )
 
+from dspine_hub.evaluation.ops.bench import (
+    Drafter,
+    Shape,
+    in_double,
+    random_drafter,
+    random_round,
+    run_reference,
+    run_round,
+)
 from dspine_hub.kernels import (
     adjacent_injection,
     adjacent_injection_reference,
@@ -31,7 +40,6 @@ from dspine_hub.kernels import (
     triton_support,
     use_triton,
 )
-from dspine_hub.ops_bench import Drafter, Shape, in_double, random_drafter, random_round, run_reference, run_round
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -9,10 +9,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.bundle import build_bundle
 from dspine_hub.cli import main
 from dspine_hub.folders import file_sha256
-from dspine_hub.verify import verify
+from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.verify import verify
 
 MINI = Path(__file__).resolve().parents[1] / "examples" / "mini"
 

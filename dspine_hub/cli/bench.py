@@ -31,7 +31,7 @@ def ops(as_json, batches, no_baselines):
     \b
         dspine-hub bench ops --json > ops.json
     """
-    from dspine_hub.ops_bench import BATCHES, bench_ops
+    from dspine_hub.evaluation.ops.bench import BATCHES, bench_ops
 
     result = bench_ops(tuple(batches) or BATCHES, not no_baselines, lambda text: click.echo(text, err=True))
     if as_json:

@@ -18,6 +18,6 @@ def bundle(checkpoint, out, target):
     \b
         dspine-hub bundle examples/mini/drafter bundle/mini --target examples/mini/target
     """
-    from dspine_hub.bundle import build_bundle
+    from dspine_hub.publish.bundle import build_bundle
 
     click.echo(build_bundle(checkpoint, out, target))

@@ -19,8 +19,8 @@ def card(path, repo, write):
     \b
         dspine-hub card bundle/mini --write
     """
-    from dspine_hub.card_checks import check_folder
-    from dspine_hub.cards import render_card, write_card
+    from dspine_hub.publish.card_checks import check_folder
+    from dspine_hub.publish.cards import render_card, write_card
 
     text = render_card(path, repo)
     report = check_folder(path, text)

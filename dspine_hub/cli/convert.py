@@ -4,8 +4,8 @@ import json
 
 import click
 
+from dspine_hub.checkpoints.formats import FORMATS, QUANTIZATIONS, TAP_MEANINGS
 from dspine_hub.cli._errors import readable_errors
-from dspine_hub.convert.formats import FORMATS, QUANTIZATIONS, TAP_MEANINGS
 
 READS = ["auto", *(name for name, entry in FORMATS.items() if entry.reads)]
 WRITES = [name for name, entry in FORMATS.items() if entry.writes]

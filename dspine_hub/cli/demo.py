@@ -50,7 +50,7 @@ def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, draf
         raise DSpineHubError("`--prompt` and `--prompts` exclude each other, got both.")
     if prompt == "":
         raise DSpineHubError("`--prompt` must hold at least one token, got an empty text.")
-    from dspine_hub.prompts import read_prompts
+    from dspine_hub.evaluation.prompts import read_prompts
 
     if prompt is not None:
         prompts = [prompt]
@@ -61,7 +61,7 @@ def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, draf
         prompts = held_out[:: len(held_out) // PROMPTS][:PROMPTS]
     from transformers.utils import logging
 
-    from dspine_hub.demo import Pair, compare
+    from dspine_hub.evaluation.pair import Pair, compare
 
     logging.disable_progress_bar()
     pair = Pair(target, drafter, dtype)

@@ -22,7 +22,7 @@ def diff(a, b, as_json):
 
     Each is a folder, a repository, or a repository at a revision.
     """
-    from dspine_hub.hub import diff as diff_bundles
+    from dspine_hub.publish.hub import diff as diff_bundles
 
     result = diff_bundles(a, b)
     if as_json:

@@ -20,7 +20,7 @@ def inspect(path, revision, as_json):
     \b
         dspine-hub inspect examples/mini/drafter
     """
-    from dspine_hub.convert.inspection import inspect as look
+    from dspine_hub.conversion.inspection import inspect as look
 
     found = look(path, revision)
     if as_json:

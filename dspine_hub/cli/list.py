@@ -18,7 +18,7 @@ def list_entries(as_json):
     \b
         dspine-hub list
     """
-    from dspine_hub.catalog import load_catalog
+    from dspine_hub.publish.catalog import load_catalog
 
     rows = [
         {"name": entry.name, "target": entry.target, "status": entry.status, "drafters": len(entry.public_drafters)}

@@ -23,10 +23,10 @@ def pull(repo, dest, revision, quiet):
 
     With HF_HUB_OFFLINE=1 the local cache is the source.
     """
-    from dspine_hub.hub import pull as pull_bundle
+    from dspine_hub.publish.hub import pull as pull_bundle
 
     folder = pull_bundle(repo, dest, revision=revision, progress=sys.stderr.isatty() and not quiet)
-    from dspine_hub.convert.inspection import advice
+    from dspine_hub.conversion.inspection import advice
 
     if text := advice(folder):
         click.echo(text, err=True)

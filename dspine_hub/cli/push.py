@@ -33,7 +33,7 @@ def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_
     """
     from transformers.utils import logging
 
-    from dspine_hub.hub import push as push_bundle
+    from dspine_hub.publish.hub import push as push_bundle
 
     logging.disable_progress_bar()
     with _byte_bars(hidden=as_json or quiet or dry_run) as progress:

@@ -21,12 +21,12 @@ def show(name, as_json):
     \b
         dspine-hub show qwen3-8b
     """
-    from dspine_hub.catalog import find
+    from dspine_hub.publish.catalog import find
 
     entry = find(name)
     if as_json:
         click.echo(json.dumps(entry.as_dict()))
         return
-    from dspine_hub.cards import render_entry
+    from dspine_hub.publish.cards import render_entry
 
     click.echo(render_entry(entry), nl=False)

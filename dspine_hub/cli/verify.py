@@ -27,13 +27,13 @@ def verify(path, target, revision, allow_custom_code, as_json):
     """
     from transformers.utils import logging
 
-    from dspine_hub.verify import verify as check
+    from dspine_hub.publish.verify import verify as check
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(path)
         if not folder.is_dir():
-            from dspine_hub.hub import pull
+            from dspine_hub.publish.hub import pull
 
             folder = pull(path, Path(scratch) / "pulled", revision=revision)
         report = check(folder, target, allow_custom_code)

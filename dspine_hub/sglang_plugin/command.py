@@ -75,7 +75,7 @@ def launch_command(target: str, drafter: str, flags: list[str] | tuple[str, ...]
 
 
 def _context_length(target: str, revision: str | None, flags) -> int | None:
-    from dspine_hub.sources import Source
+    from dspine_hub.checkpoints.sources import Source
 
     given = _value(flags, "--context-length")
     if given is not None and given.isdigit():

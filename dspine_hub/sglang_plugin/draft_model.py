@@ -18,7 +18,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from dspine_hub.convert.conversion import START_NAMES, expected_tensors
+from dspine_hub.checkpoints.expected import START_NAMES, expected_tensors
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.kernels import top_candidates
 from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config

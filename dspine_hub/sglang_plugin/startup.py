@@ -2,11 +2,11 @@
 
 import logging
 
+from dspine_hub.checkpoints.pairing import check_config
+from dspine_hub.checkpoints.settings import read_settings
+from dspine_hub.checkpoints.sources import Source
 from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.convert.settings import read_settings
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.pairing import check_config
-from dspine_hub.sources import Source
 
 ALGORITHM = "DSPINE"
 # where the DFLASH worker runs; a test of this plugin adds the CPU

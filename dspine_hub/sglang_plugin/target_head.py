@@ -2,7 +2,7 @@
 
 import torch
 
-from dspine_hub.convert.targets import TargetFiles
+from dspine_hub.checkpoints.targets import TargetFiles
 from dspine_hub.modeling_dspine import transfer_codes
 
 

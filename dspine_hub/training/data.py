@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.prompts import read_lines
+from dspine_hub.evaluation.prompts import read_lines
 from dspine_hub.training.config import DataConfig, SourceConfig
 
 

@@ -17,14 +17,14 @@ from transformers import (
     get_scheduler,
 )
 
+from dspine_hub.checkpoints.loading import cast_for_storage
+from dspine_hub.checkpoints.pairing import describe_target
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.environment import describe_environment
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.prompts import read_prompts
 from dspine_hub.generation_dspine import summarize
-from dspine_hub.loading import cast_for_storage
 from dspine_hub.modeling_dspine import DSpineForSpeculation
-from dspine_hub.pairing import describe_target
-from dspine_hub.prompts import read_prompts
 from dspine_hub.training.config import TrainConfig
 from dspine_hub.training.data import Sequences, step_indices
 from dspine_hub.training.objective import CausalLMObjective, DSpineObjective

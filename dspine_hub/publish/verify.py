@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dspine_hub.bundle import AUTO_MAP, PICKLES, SHIPPED
-from dspine_hub.canary import agreement, measure_canary
+from dspine_hub.checkpoints.pairing import check_pair, read_drafter_config
+from dspine_hub.checkpoints.sources import Source, read_headers
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.canary import agreement, measure_canary
 from dspine_hub.findings import Report
 from dspine_hub.folders import file_sha256
-from dspine_hub.pairing import check_pair, read_drafter_config
-from dspine_hub.sources import Source, read_headers
+from dspine_hub.publish.bundle import AUTO_MAP, PICKLES, SHIPPED
 
 # an unrelated drafter is accepted about once a round; a right one, on any text, far more often
 CANARY_FLOOR = 1.3
@@ -104,7 +104,7 @@ def check_tensors(report: Report, folder: Path, config) -> None:
     import torch
     from safetensors import safe_open
 
-    from dspine_hub.convert.conversion import expected_tensors
+    from dspine_hub.checkpoints.expected import expected_tensors
 
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -187,8 +187,8 @@ def check_clean_load(report: Report, folder: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from dspine_hub import clean_probe
-    from dspine_hub.loading import load_drafter_checkpoint
+    from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+    from dspine_hub.publish import clean_probe
 
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "probe.safetensors"

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from dspine_hub.cards import is_repo_id, receipt_metrics
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.receipts import Receipt, load_receipts, weights_sha256
 from dspine_hub.findings import Report
-from dspine_hub.receipts import Receipt, load_receipts, weights_sha256
+from dspine_hub.publish.cards import is_repo_id, receipt_metrics
 
 _RENDER = "Run `dspine-hub card PATH --write`."
 

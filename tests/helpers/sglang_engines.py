@@ -1,8 +1,8 @@
 """SGLang releases that run on a CPU, each in a folder of its own that goes in front of `sys.path`.
 
-`python tests/sglang_engines.py FOLDER` installs them. `FOLDER/venv` holds what they share and sees the
+`python tests/helpers/sglang_engines.py FOLDER` installs them. `FOLDER/venv` holds what they share and sees the
 packages of this environment (torch, transformers, this package); `FOLDER/<version>` holds one release alone, without
-the GPU packages it asks for. Each runs with the transformers release it pins, from `tests/overlays.py`.
+the GPU packages it asks for. Each runs with the transformers release it pins, from `tests/helpers/overlays.py`.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def install(folder: Path) -> None:
     link = folder / "venv" / "lib" / version / "site-packages" / "parent.pth"
     link.write_text(f"import site; site.addsitedir({own!r})\n")
     pip = [str(python_of(folder)), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "-c", str(HERE.parent / "constraints.txt"), *SHARED], check=True)
+    subprocess.run([*pip, "-c", str(HERE.parents[1] / "constraints.txt"), *SHARED], check=True)
     subprocess.run([*pip, "--no-deps", *BARE], check=True)
     for release, (_, xgrammar) in ENGINES.items():
         packages = [f"sglang=={release}", f"xgrammar=={xgrammar}"]

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import torch
 
+from dspine_hub.checkpoints.expected import START_NAMES, expected_tensors
+from dspine_hub.checkpoints.formats import FORMATS, Rename
+from dspine_hub.checkpoints.settings import read_settings, specforge_config
+from dspine_hub.checkpoints.targets import read_json, stored_sha256
+from dspine_hub.checkpoints.tensors import StoredTensor, list_tensors
 from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.convert import transfer
-from dspine_hub.convert.detect import Detection, detect
-from dspine_hub.convert.formats import FORMATS, Rename
-from dspine_hub.convert.quantize import quantization_config, quantize_items, stored_shapes
-from dspine_hub.convert.rules import Plan, check_dtype, make_plan, match, storage_dtype
-from dspine_hub.convert.settings import read_settings, specforge_config
-from dspine_hub.convert.targets import read_json, stored_sha256
-from dspine_hub.convert.tensors import Item, StoredTensor, list_tensors, made, write_weights
+from dspine_hub.conversion import transfer
+from dspine_hub.conversion.detect import Detection, detect
+from dspine_hub.conversion.quantize import quantization_config, quantize_items
+from dspine_hub.conversion.rules import Plan, check_dtype, make_plan, match, storage_dtype
+from dspine_hub.conversion.writing import Item, made, write_weights
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# what DSpine adds to a backbone; made where a backbone comes without it
-START_NAMES = ("injection.", "transfer_")
 
 
 @dataclass
@@ -100,15 +100,6 @@ class Source:
         """List shapes by the drafter's own names, of what is only renamed."""
         matched = ((match(name), tensor.shape) for name, tensor in self.tensors().items())
         return {names[0]: shape for (rule, names), shape in matched if isinstance(rule, Rename)}
-
-
-def expected_tensors(config: DSpineConfig) -> dict[str, tuple[int, ...]]:
-    """List names and shapes of everything a drafter with this config stores."""
-    from dspine_hub.modeling_dspine import DSpineForSpeculation
-
-    with torch.device("meta"):
-        model = DSpineForSpeculation(config)
-    return stored_shapes({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, config)
 
 
 def read_source(source: Source, target=None, tap_ids: str | None = None) -> tuple[DSpineConfig, list[str]]:

@@ -1,7 +1,7 @@
 """Other transformers releases, each in a folder of its own that goes in front of `sys.path`.
 
-`python tests/overlays.py FOLDER` installs them. Their shared dependencies come from the environment; only what a
-release pins differently is installed beside it.
+`python tests/helpers/overlays.py FOLDER` installs them. Their shared dependencies come from the environment; only
+what a release pins differently is installed beside it.
 """
 
 import subprocess

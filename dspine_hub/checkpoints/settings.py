@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from huggingface_hub.errors import StrictDataclassError
 
-from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.convert.formats import (
+from dspine_hub.checkpoints.formats import (
     DEFAULTS,
     DROPPED_KEYS,
     FORMATS,
@@ -25,6 +24,7 @@ from dspine_hub.convert.formats import (
     TAP_MEANINGS,
     TAP_PLACES,
 )
+from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 
 ABSENT = object()

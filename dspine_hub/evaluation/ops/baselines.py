@@ -7,8 +7,8 @@ import functools
 import torch
 from torch.nn import functional as F
 
+from dspine_hub.evaluation.ops.bench import COPIES, Round, Shape, graph_us
 from dspine_hub.kernels import top_candidates
-from dspine_hub.ops_bench import COPIES, Round, Shape, graph_us
 
 # public DFlash2 drafters: two taps over groups of 16 channels, codebooks of rank 256
 CONV_TAPS, CONV_GROUP, SELECTOR_RANK = 2, 16, 256

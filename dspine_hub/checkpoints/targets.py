@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from dspine_hub.checkpoints.pairing import EMBEDDING_NAMES, HEAD_NAMES, chat_template_fingerprint
+from dspine_hub.checkpoints.sources import Source
+from dspine_hub.checkpoints.tensors import INDEX, StoredTensor, read_file
 from dspine_hub.configuration_dspine import head_fingerprint, tokenizer_fingerprint
-from dspine_hub.convert.tensors import INDEX, StoredTensor, read_file
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.pairing import EMBEDDING_NAMES, HEAD_NAMES, chat_template_fingerprint
-from dspine_hub.sources import Source
 
 
 class TargetFiles:

@@ -20,14 +20,15 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from dspine_hub.bundle import PICKLES
-from dspine_hub.card_checks import check_folder
-from dspine_hub.cards import PLACEHOLDER
-from dspine_hub.compare import Difference, compare_folders, hash_files, read_flat, walk
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.receipts import load_receipts, weights_sha256
 from dspine_hub.findings import Report
 from dspine_hub.folders import check_free, new_folder
-from dspine_hub.hub_client import (
+from dspine_hub.publish.bundle import PICKLES
+from dspine_hub.publish.card_checks import check_folder
+from dspine_hub.publish.cards import PLACEHOLDER
+from dspine_hub.publish.compare import Difference, compare_folders, hash_files, read_flat, walk
+from dspine_hub.publish.hub_client import (
     CountedAddition,
     blob_id,
     client,
@@ -38,8 +39,7 @@ from dspine_hub.hub_client import (
     remote_files,
     uses_xet,
 )
-from dspine_hub.hub_errors import check_repo_id, readable
-from dspine_hub.receipts import load_receipts, weights_sha256
+from dspine_hub.publish.hub_errors import check_repo_id, readable
 
 # the Hub writes the first itself; the second is where it looks for results
 HIDDEN_ALLOWED = (".gitattributes", ".eval_results")
@@ -119,7 +119,7 @@ def push(
         target (`str` or `Path`, *optional*): Target the pair and its acceptance are checked with.
         dry_run (`bool`): Check and list, send nothing.
         token (`str`, *optional*): Token instead of the stored one.
-        check (*optional*): `check(folder) -> Report`; `dspine_hub.verify.verify` by default.
+        check (*optional*): `check(folder) -> Report`; `dspine_hub.publish.verify.verify` by default.
         progress (*optional*): Called as `progress(path, sent, size)`, in bytes, from the uploading threads.
 
     Returns:
@@ -200,7 +200,7 @@ def _check_quantised(folder: Path, report: Report) -> None:
 
 
 def _verify(folder: Path, target: str | Path | None) -> Report:
-    from dspine_hub.verify import verify
+    from dspine_hub.publish.verify import verify
 
     return verify(folder, target)
 

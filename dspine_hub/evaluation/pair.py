@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from dspine_hub.bundle import build_bundle, is_bundle
+from dspine_hub.checkpoints.loading import load_bundle, load_target
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.generation_dspine import TapRecorder, summarize
-from dspine_hub.loading import load_bundle, load_target
+from dspine_hub.publish.bundle import build_bundle, is_bundle
 
 
 class Pair:

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from dspine_hub.checkpoints.sources import LOAD_ERRORS, Source, read_headers
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.sources import LOAD_ERRORS, Source, read_headers
 
 
 def cast_for_storage(model) -> None:

@@ -7,10 +7,10 @@ is hashed when its file is local; of a repository only its shape is compared.
 import hashlib
 from pathlib import Path
 
+from dspine_hub.checkpoints.sources import Source, TensorHeader
 from dspine_hub.configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fingerprint
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.sources import Source, TensorHeader
 
 # where targets keep the matrix their logits come from; a tied head is the embedding
 HEAD_NAMES = ("lm_head.weight", "model.language_model.lm_head.weight")

@@ -14,7 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from dspine_hub._version import __version__
-from dspine_hub.hub_errors import retry_after
+from dspine_hub.publish.hub_errors import retry_after
 
 # the Hub refused these before doing anything, so asking again repeats nothing
 BUSY = (429, 503)

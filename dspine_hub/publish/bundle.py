@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 from dspine_hub._version import __version__
-from dspine_hub.cards import render_card
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import check_free, file_sha256, new_folder
+from dspine_hub.publish.cards import render_card
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 # every file copied byte for byte into a repository: name there -> place here
 SHIPPED = {
@@ -58,7 +58,7 @@ def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | N
             then.
     """
     out = check_free(out, "OUT")
-    from dspine_hub.loading import load_drafter_checkpoint
+    from dspine_hub.checkpoints.loading import load_drafter_checkpoint
 
     drafter = load_drafter_checkpoint(checkpoint)
     # the loaded model is turned back and says nothing of it
@@ -97,14 +97,14 @@ def complete_bundle(
     _add_code_and_card(folder, checkpoint, receipts)
     provenance = {"dspine_hub": __version__, "files": _hashes(folder, hashes or {})}
     if target is not None:
-        from dspine_hub.canary import measure_canary
+        from dspine_hub.evaluation.canary import measure_canary
 
         provenance["canary"] = measure_canary(folder, target)
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
 
 def _write_checkpoint(drafter, folder: Path) -> None:
-    from dspine_hub.loading import cast_for_storage
+    from dspine_hub.checkpoints.loading import cast_for_storage
 
     cast_for_storage(drafter)
     drafter.save_pretrained(folder, max_shard_size="5GB")

@@ -4,7 +4,7 @@ Commits, tags, branches, pull requests, LFS in one or several parts, private rep
 through the on-disk store of `hf_xet`. Any route can be made to fail a number of times, and every request is recorded.
 Repositories live in memory, large objects in a folder; only 127.0.0.1 is served.
 
-Usage: `python tests/hub_server.py PORT FOLDER`, or `with HubServer(folder) as hub:`.
+Usage: `python tests/helpers/hub_server.py PORT FOLDER`, or `with HubServer(folder) as hub:`.
 """
 
 import base64

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dspine_hub.checkpoints.sources import TensorHeader, read_headers
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
-from dspine_hub.sources import TensorHeader, read_headers
 
 
 @dataclass

@@ -333,7 +333,7 @@ def bench_ops(batches: tuple[int, ...] = BATCHES, baselines: bool = True, progre
             "`bench ops` needs a CUDA device and Triton, got none: speeds are measured on a GPU only. The same "
             "operations are checked on a CPU by `TRITON_INTERPRET=1 pytest tests/test_triton_kernels.py`."
         )
-    from dspine_hub.ops_baselines import cycle, dflash2_us
+    from dspine_hub.evaluation.ops.baselines import cycle, dflash2_us
 
     shape, dtype = Shape(), torch.bfloat16
     progress("ceilings")

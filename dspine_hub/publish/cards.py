@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dspine_hub.catalog import STATUS, UNKNOWN, Entry, describe, find_target
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.evaluation.receipts import Receipt, load_receipts
 from dspine_hub.folders import file_sha256
-from dspine_hub.receipts import Receipt, load_receipts
+from dspine_hub.publish.catalog import STATUS, UNKNOWN, Entry, describe, find_target
 
 # stands for the repository until a push knows its name
 PLACEHOLDER = "THIS_REPOSITORY"

@@ -25,9 +25,9 @@ def measure_canary(bundle: str | Path, target: str | Path) -> dict:
     Raises:
         DSpineHubError: When either cannot be loaded or they do not belong together.
     """
-    from dspine_hub.demo import Pair
+    from dspine_hub.evaluation.pair import Pair
+    from dspine_hub.evaluation.prompts import read_prompts
     from dspine_hub.generation_dspine import summarize
-    from dspine_hub.prompts import read_prompts
 
     pair, prompts = Pair(target, bundle), read_prompts(CANARY_PROMPTS)
     encoded = [pair.encode(prompt) for prompt in prompts]

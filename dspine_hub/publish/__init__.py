@@ -1,0 +1,1 @@
+"""Make a bundle, check it as a stranger would, describe it, and bring it to a Hub."""
