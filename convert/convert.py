@@ -12,20 +12,19 @@ from pathlib import Path
 import torch
 
 from dspine_hub.checkpoints.expected import START_NAMES, expected_tensors
-from dspine_hub.checkpoints.formats import FORMATS, Rename
+from dspine_hub.checkpoints.formats import FORMATS
 from dspine_hub.checkpoints.settings import read_settings, specforge_config
-from dspine_hub.checkpoints.targets import read_json, stored_sha256
-from dspine_hub.checkpoints.tensors import StoredTensor, list_tensors
+from dspine_hub.checkpoints.targets import stored_sha256
+from dspine_hub.checkpoints.tensors import StoredTensor
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.conversion import transfer
-from dspine_hub.conversion.detect import Detection, detect
+from dspine_hub.conversion.detect import Detection
+from dspine_hub.conversion.drafter_files import DrafterFiles
 from dspine_hub.conversion.quantize import quantization_config, quantize_items
-from dspine_hub.conversion.rules import Plan, check_dtype, make_plan, match, storage_dtype
+from dspine_hub.conversion.rules import Plan, check_dtype, make_plan, storage_dtype
 from dspine_hub.conversion.writing import Item, made, write_weights
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass
@@ -47,62 +46,7 @@ class Conversion:
     report: Report = field(default_factory=Report)
 
 
-class Source:
-    """A drafter's folder: config and tensors' headers, format decided."""
-
-    def __init__(
-        self,
-        name: str,
-        config: dict,
-        files: dict[Path, dict[str, StoredTensor]],
-        format_name: str = "auto",
-        folder: Path | None = None,
-    ):
-        self.name, self.config, self.files, self.folder = name, config, files, folder
-        shapes = {
-            path.name: {name: tensor.shape for name, tensor in tensors.items()} for path, tensors in files.items()
-        }
-        if format_name == "auto":
-            self.detection = detect(config, shapes, name)
-        else:
-            self.detection = Detection(format_name, ("named by `--from`",))
-
-    @classmethod
-    def open(cls, folder: Path, format_name: str = "auto", name: str | None = None) -> "Source":
-        """Read the headers of a folder; `DSpineHubError` when it holds no config or no whole weights."""
-        name = name or str(folder)
-        if not folder.is_dir():
-            raise DSpineHubError(f"`{name}` must name a folder or a repository, got no such folder.")
-        config, files = read_json(folder / "config.json"), list_tensors(folder)
-        if not files:
-            pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-            got = f"pickles ({', '.join(pickles)}), which run code when loaded" if pickles else "none"
-            raise DSpineHubError(f"`{name}` must hold safetensors weights, got {got}.")
-        return cls(name, config, files, format_name, folder)
-
-    @property
-    def format(self) -> str:
-        """A key of `FORMATS`."""
-        return self.detection.format
-
-    def tensors(self) -> dict[str, StoredTensor]:
-        """List all tensors by their names in the source."""
-        found: dict[str, StoredTensor] = {}
-        for tensors in self.files.values():
-            for name, tensor in tensors.items():
-                if name in found:
-                    files = f"`{found[name].path.name}` and `{tensor.path.name}`"
-                    raise DSpineHubError(f"`{name}` must be stored once, got it in {files}.")
-                found[name] = tensor
-        return found
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """List shapes by the drafter's own names, of what is only renamed."""
-        matched = ((match(name), tensor.shape) for name, tensor in self.tensors().items())
-        return {names[0]: shape for (rule, names), shape in matched if isinstance(rule, Rename)}
-
-
-def read_source(source: Source, target=None, tap_ids: str | None = None) -> tuple[DSpineConfig, list[str]]:
+def read_source(source: DrafterFiles, target=None, tap_ids: str | None = None) -> tuple[DSpineConfig, list[str]]:
     """Translate a source's config; `target` is one of `targets`' classes."""
     if FORMATS[source.format].needs_target and target is None:
         raise DSpineHubError(
@@ -122,8 +66,8 @@ def read_source(source: Source, target=None, tap_ids: str | None = None) -> tupl
     return config, notes
 
 
-def convert(
-    source: Source,
+def write_converted(
+    source: DrafterFiles,
     folder: Path,
     to: str,
     target=None,
@@ -135,7 +79,7 @@ def convert(
     """Write config and weights of a converted drafter.
 
     Args:
-        source ([`Source`]): What to convert.
+        source ([`DrafterFiles`]): What to convert.
         folder (`Path`): Existing empty folder to write to.
         to (`str`): A key of `FORMATS` that can be written.
         target (*optional*): A target of `targets`.
@@ -176,7 +120,7 @@ def convert(
     return result
 
 
-def plan_names(source: Source, config: DSpineConfig) -> Plan:
+def plan_names(source: DrafterFiles, config: DSpineConfig) -> Plan:
     """Decide where every tensor of the destination comes from, by names and shapes alone."""
     tensors, expected, from_elsewhere = source.tensors(), expected_tensors(config), set()
     if source.format == "dflash":
@@ -188,7 +132,7 @@ def plan_names(source: Source, config: DSpineConfig) -> Plan:
     return make_plan(tensors, expected, from_elsewhere)
 
 
-def plan_weights(source: Source, config: DSpineConfig, target=None) -> tuple[Plan, list[Item]]:
+def plan_weights(source: DrafterFiles, config: DSpineConfig, target=None) -> tuple[Plan, list[Item]]:
     """Return the plan and everything to write."""
     plan = plan_names(source, config)
     for name, tensor in plan.filled.items():

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from dspine_hub.checkpoints import sources
 from dspine_hub.checkpoints.settings import flatten, read_settings
-from dspine_hub.checkpoints.tensors import StoredTensor, list_tensors, stored_tensors
-from dspine_hub.conversion.convert import Source, plan_names
+from dspine_hub.checkpoints.sources import Source
+from dspine_hub.checkpoints.tensors import StoredTensor
+from dspine_hub.conversion.convert import plan_names
+from dspine_hub.conversion.drafter_files import DrafterFiles
 from dspine_hub.errors import DSpineHubError
 
 SETTINGS = (
@@ -37,28 +38,27 @@ def inspect(location: str | Path, revision: str | None = None) -> dict:
     Raises:
         DSpineHubError: When it cannot be read.
     """
-    place = sources.Source(location, revision)
-    config, files = place.config(), _headers(place)
-    result = {"name": place.name, "format": None, "reasons": [], **dict.fromkeys(SETTINGS), **_sizes(files)}
+    drafter = DrafterFiles(Source(location, revision))
+    config, files = drafter.config, drafter.files
+    result = {"name": drafter.name, "format": None, "reasons": [], **dict.fromkeys(SETTINGS), **_sizes(files)}
     target = config.get("target") or (config.get("dspine_hub") or {}).get("target") or {}
     result |= {"target": target.get("id"), "quantization": _quantization(config), "notes": [], "problems": []}
     if not files:
         result["problems"].append("no safetensors weights")
         return result
     try:
-        source = Source(place.name, config, files)
+        result |= {"format": drafter.format, "reasons": list(drafter.detection.reasons)}
     except DSpineHubError as error:
         result["problems"].append(str(error))
         return result
-    result |= {"format": source.format, "reasons": list(source.detection.reasons)}
-    _describe(result, source)
+    _describe(result, drafter)
     return result
 
 
 def advice(folder: Path) -> str | None:
     """Say how a folder in another format becomes a bundle; `None` for a bundle and for what nobody knows."""
     try:
-        source = Source.open(folder)
+        source = DrafterFiles.open(folder)
     except DSpineHubError:
         return None
     if source.format == "hub":
@@ -69,7 +69,7 @@ def advice(folder: Path) -> str | None:
     )
 
 
-def _describe(result: dict, source: Source) -> None:
+def _describe(result: dict, source: DrafterFiles) -> None:
     try:
         config, result["notes"] = read_settings(source.config, source.format, source.shapes())
     except DSpineHubError as error:
@@ -101,9 +101,3 @@ def _sizes(files: dict[Path, dict[str, StoredTensor]]) -> dict:
             dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + values
             total += tensor.size
     return {"parameters": sum(dtypes.values()), "bytes": total, "dtypes": dtypes, "files": len(files)}
-
-
-def _headers(place: sources.Source) -> dict[Path, dict[str, StoredTensor]]:
-    if place.folder is not None:
-        return list_tensors(place.folder)
-    return {Path(file): stored_tensors(headers, Path(file)) for file, headers in place.remote_headers().items()}

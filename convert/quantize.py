@@ -11,7 +11,7 @@ import torch
 
 from dspine_hub.checkpoints.expected import quantized_names
 from dspine_hub.checkpoints.formats import QUANTIZATIONS, QUANTIZED
-from dspine_hub.checkpoints.tensors import DTYPES
+from dspine_hub.checkpoints.tensors import torch_dtype
 from dspine_hub.conversion.writing import Item
 
 ROWS = 1024
@@ -74,4 +74,4 @@ def _quantized_rows(item: Item, name: str) -> Iterator[tuple[torch.Tensor, torch
         scale = (wide.abs().amax(dim=1, keepdim=True) / scheme.top).clamp_min(1e-12).to(torch.bfloat16)
         # the scale that is stored, rounded as it is
         scaled = (wide / scale.float()).clamp(-scheme.top, scheme.top)
-        yield (scaled.round() if scheme.kind == "int" else scaled).to(DTYPES[scheme.dtype]), scale
+        yield (scaled.round() if scheme.kind == "int" else scaled).to(torch_dtype(scheme.dtype)), scale

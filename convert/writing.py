@@ -12,17 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from dspine_hub.checkpoints.tensors import BUFFERS, DTYPES, INDEX, PIECE
+from dspine_hub.checkpoints.tensors import BUFFERS, DTYPES, INDEX, PIECE, count_not_finite, torch_dtype
 from dspine_hub.errors import DSpineHubError
 
 SHARD_BYTES = 5_000_000_000
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# a number is not finite when every bit of its exponent is set: then its bits are the largest there are, read with a
-# sign for positive numbers and without for negative ones; asked so, in one thread, it costs a tenth of asking torch
-EXPONENTS = {torch.bfloat16: (np.uint16, np.int16, 0x7F80), torch.float32: (np.uint32, np.int32, 0x7F800000)}
+NAMES = {torch_dtype(name): name for name in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,13 @@ class Item:
     @property
     def size(self) -> int:
         """Bytes on disk."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+        return torch.Size(self.shape).numel() * torch_dtype(self.dtype).itemsize
 
 
 def made(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Item:
     """Return the item of a tensor in memory."""
     dtype = NAMES[tensor.dtype] if dtype is None else dtype
-    flat = tensor.detach().to(DTYPES[dtype]).contiguous().reshape(-1)
+    flat = tensor.detach().to(torch_dtype(dtype)).contiguous().reshape(-1)
     step = PIECE // flat.element_size()
     return Item(name, tuple(tensor.shape), dtype, lambda: iter(flat.split(step)) if flat.numel() else iter(()))
 
@@ -55,7 +51,7 @@ def write_weights(folder: Path, items: list[Item], shard_bytes: int = SHARD_BYTE
         `dict[str, str]`: File name -> sha256.
     """
     # the library's order: wide dtypes first, so that every tensor is aligned
-    items = sorted(items, key=lambda item: (-DTYPES[item.dtype].itemsize, item.name))
+    items = sorted(items, key=lambda item: (-torch_dtype(item.dtype).itemsize, item.name))
     shards, filled = [[]], 0
     for item in items:
         if shards[-1] and filled + item.size > shard_bytes:
@@ -103,15 +99,11 @@ def _write_file(path: Path, items: list[Item]) -> str:
 
 
 def _checked_bytes(item: Item, piece: torch.Tensor) -> memoryview:
-    piece = piece.to(DTYPES[item.dtype])
-    data = piece.view(torch.uint8).numpy()
-    if piece.dtype in EXPONENTS:
-        unsigned, signed, exponent = EXPONENTS[piece.dtype]
-        bits, sign = data.view(unsigned), np.iinfo(signed).max + 1
-        if bits.size and (int(bits.max()) >= sign + exponent or int(data.view(signed).max()) >= exponent):
-            bad = int((~torch.isfinite(piece)).sum())
-            raise DSpineHubError(
-                f"`{item.name}` must hold finite numbers, got {bad} that are not: the source is damaged, or was saved "
-                "after its training diverged."
-            )
-    return memoryview(data)
+    data = memoryview(piece.to(torch_dtype(item.dtype)).view(torch.uint8).numpy())
+    bad = count_not_finite(data, item.dtype)
+    if bad:
+        raise DSpineHubError(
+            f"`{item.name}` must hold finite numbers, got {bad} that are not: the source is damaged, or was saved "
+            "after its training diverged."
+        )
+    return data

@@ -7,17 +7,22 @@ import importlib
 
 from dspine_hub._version import __version__
 
+# name -> where it is defined
 _LAZY = {
     "DSpineConfig": "configuration_dspine",
     "DSpineForSpeculation": "modeling_dspine",
     "DSpineGenerateOutput": "generation_dspine",
     "DSpineHubError": "errors",
     "DSpineStatistics": "generation_dspine",
-    "build_bundle": "publish.bundle",
-    "convert_drafter": "api",
+    "build_bundle": "publish.build",
+    "convert": "api",
+    "diff": "publish.compare",
     "generate": "api",
-    "load_drafter": "api",
+    "load": "api",
+    "pull": "publish.pull",
+    "push": "publish.push",
     "summarize": "generation_dspine",
+    "verify": "publish.verify",
 }
 
 __all__ = ["__version__", *_LAZY]

@@ -1,4 +1,4 @@
-"""Functions users call from `dspine_hub` itself."""
+"""The functions of `dspine_hub` itself that bring several rooms together."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def generate(target, drafter, input_ids, **kwargs):
     return drafter.spec_generate(target, input_ids, **kwargs)
 
 
-def convert_drafter(
+def convert(
     source: str | Path,
     out: str | Path,
     *,
@@ -44,7 +44,7 @@ def convert_drafter(
     Args:
         source (`str` or `Path`): Folder or repository of the drafter.
         out (`str` or `Path`): Folder to create; must not exist or be empty.
-        from_format, to_format (`str`): Keys of `dspine_hub.checkpoints.formats.FORMATS`; `"auto"` tells the source's.
+        from_format, to_format (`str`): Keys of `FORMATS` in `checkpoints/formats.py`; `"auto"` tells the source's.
         target (`str` or `Path`, *optional*): Folder or repository of the target. A bundle records it; codes, tables
             that are left out and the pair itself are checked with it.
         storage (`str`, *optional*): `"codes"` or `"basis"`, of the transfer space; as in the source by default.
@@ -61,10 +61,11 @@ def convert_drafter(
     from dspine_hub.checkpoints.formats import FORMATS
     from dspine_hub.checkpoints.pairing import check_pair
     from dspine_hub.checkpoints.targets import TargetFiles
-    from dspine_hub.conversion.convert import Source, convert
+    from dspine_hub.conversion.convert import write_converted
+    from dspine_hub.conversion.drafter_files import DrafterFiles
     from dspine_hub.findings import Report
     from dspine_hub.folders import check_free, new_folder
-    from dspine_hub.publish.bundle import complete_bundle
+    from dspine_hub.publish.build import complete_bundle
 
     out = check_free(out, "DST")
     writable = [name for name, entry in FORMATS.items() if entry.writes]
@@ -74,19 +75,17 @@ def convert_drafter(
             f"{to_format!r}."
         )
     files = None if target is None else TargetFiles(target)
-    drafter = Source.open(_local(source, revision), from_format, str(source))
+    drafter = DrafterFiles.open(_folder_of(source, revision), from_format, str(source))
 
     def check(folder):
         # sizes of other sources were compared when their config was read
         checked = folder if to_format == "hub" else drafter.folder if drafter.format == "hub" else None
         report = check_pair(checked, files.source) if files and checked else Report()
-        if not report.ok:
-            errors = "\n".join(line for line in report.lines() if line.startswith("error"))
-            raise DSpineHubError(f"`{source}` must fit `{target}`, and nothing was written:\n{errors}")
+        report.raise_for_errors(f"`{source}` must fit `{target}`, and nothing was written")
         return report
 
     with new_folder(out) as work:
-        result = convert(drafter, work, to_format, files, storage, tap_ids, quantize, check)
+        result = write_converted(drafter, work, to_format, files, storage, tap_ids, quantize, check)
         if to_format == "hub":
             if result.config.target is None:
                 raise DSpineHubError(
@@ -98,7 +97,7 @@ def convert_drafter(
     return result
 
 
-def load_drafter(source: str | Path, target=None, revision: str | None = None, tokenizer=None, tap_ids=None):
+def load(source: str | Path, target=None, revision: str | None = None, tokenizer=None, tap_ids=None):
     """Load a drafter of any format, bound to its target; another format is converted once, into a cache.
 
     No code of a repository runs: this package's own model reads the weights.
@@ -117,55 +116,48 @@ def load_drafter(source: str | Path, target=None, revision: str | None = None, t
     Raises:
         DSpineHubError: When the drafter cannot be read or converted, or belongs to another target.
     """
-    from dspine_hub.checkpoints.loading import load_drafter_checkpoint, load_target
+    from dspine_hub.checkpoints.loading import load_bound, load_drafter_checkpoint, load_target
     from dspine_hub.checkpoints.pairing import check_pair
     from dspine_hub.checkpoints.targets import LoadedTarget, TargetFiles
-    from dspine_hub.conversion.convert import Source
+    from dspine_hub.conversion.drafter_files import DrafterFiles
 
-    files = None
+    drafter = DrafterFiles.open(_folder_of(source, revision), name=str(source))
     if isinstance(target, str | Path):
         files = TargetFiles(target)
-        folder = _converted(Source.open(_local(source, revision), name=str(source)), files, tap_ids)
-        report = check_pair(folder, files.source)
-        if not report.ok:
-            errors = "\n".join(line for line in report.lines() if line.startswith("error"))
-            raise DSpineHubError(f"`{source}` must fit `{target}`:\n{errors}")
+        folder = _converted(drafter, files, tap_ids)
+        check_pair(folder, files.source).raise_for_errors(f"`{source}` must fit `{target}`")
         target, tokenizer = load_target(target)
     else:
-        loaded = None if target is None else LoadedTarget(target, tokenizer)
-        folder = _converted(Source.open(_local(source, revision), name=str(source)), loaded, tap_ids)
+        folder = _converted(drafter, None if target is None else LoadedTarget(target, tokenizer), tap_ids)
     if target is None:
         return load_drafter_checkpoint(folder)
-    try:
-        return load_drafter_checkpoint(folder, target.dtype).to(target.device).bind(target, tokenizer)
-    except ValueError as error:
-        raise DSpineHubError(f"`{source}` could not be used with this target: {error}") from error
+    return load_bound(folder, target, tokenizer, str(source))
 
 
-def _local(source: str | Path, revision: str | None) -> Path:
+def _folder_of(source: str | Path, revision: str | None) -> Path:
     """Return the folder of a source; a repository's weights are fetched, its code is not."""
     if Path(source).is_dir():
         return Path(source)
     from dspine_hub.checkpoints.sources import Source
-    from dspine_hub.publish.hub import fetch_weights
+    from dspine_hub.publish.pull import fetch_weights
 
     # refuses what is neither a folder nor a repository id
     return fetch_weights(Source(source).name, revision)
 
 
-def _converted(source, target, tap_ids: str | None) -> Path:
-    """Return a folder in the hub layout: the source's own, or its conversion in the cache."""
-    if source.format == "hub":
-        return source.folder
+def _converted(drafter, target, tap_ids: str | None) -> Path:
+    """Return a folder in the hub layout: the drafter's own, or its conversion in the cache."""
+    if drafter.format == "hub":
+        return drafter.folder
     from huggingface_hub import constants
 
-    from dspine_hub.conversion.convert import convert
+    from dspine_hub.conversion.convert import write_converted
     from dspine_hub.folders import new_folder
 
-    paths = [source.folder / "config.json", *source.files]
+    paths = [drafter.folder / "config.json", *drafter.files]
     key = {
         "version": __version__,
-        "commit": source.folder.name if source.folder.parent.name == "snapshots" else None,
+        "commit": drafter.folder.name if drafter.folder.parent.name == "snapshots" else None,
         "files": {path.name: _content_sha256(path) for path in paths},
         "target": None if target is None else target.head_sha256(),
         "tap_ids": tap_ids,
@@ -175,7 +167,7 @@ def _converted(source, target, tap_ids: str | None) -> Path:
     if not folder.is_dir():
         try:
             with new_folder(folder) as work:
-                convert(source, work, "hub", target, tap_ids=tap_ids)
+                write_converted(drafter, work, "hub", target, tap_ids=tap_ids)
         except OSError:
             # another process may have made the same folder meanwhile
             if not (folder / "config.json").is_file():

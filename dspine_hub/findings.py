@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from dspine_hub.errors import DSpineHubError
+
 Severity = Literal["error", "warning", "info"]
 
 
@@ -41,6 +43,12 @@ class Report:
     def extend(self, other: "Report") -> None:
         """Append another report's findings."""
         self.findings.extend(other.findings)
+
+    def raise_for_errors(self, rule: str, remedy: str = "") -> None:
+        """Raise `DSpineHubError` when there is an error: `rule`, a line for each, `remedy`."""
+        errors = [line for line in self.lines() if line.startswith("error")]
+        if errors:
+            raise DSpineHubError("\n".join([f"{rule}:", *errors, *([remedy] if remedy else [])]))
 
     def as_dict(self) -> dict:
         """Return `{"ok": bool, "findings": [...]}` for JSON."""

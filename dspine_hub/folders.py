@@ -1,9 +1,12 @@
-"""A folder that appears whole or not at all, and the hash of a file."""
+"""Files and folders: a hash, a JSON object, a folder that appears whole or not at all."""
 
 import hashlib
+import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +17,34 @@ def file_sha256(path: Path) -> str:
     """Hash a file in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def walk(folder: Path) -> dict[str, Path]:
+    """List all files of a folder by their paths in it."""
+    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+
+
+def hash_files(files: dict[str, Path]) -> dict[str, str]:
+    """Hash files, several at once."""
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        return dict(zip(files, threads.map(file_sha256, files.values()), strict=True))
+
+
+def parse_json(text: str | bytes, place: str) -> dict:
+    """Read a JSON object; `place` names it in the `DSpineHubError` that says what else it is."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DSpineHubError(f"`{place}` must be valid JSON, got: {error}.") from None
+    if not isinstance(value, dict):
+        raise DSpineHubError(f"`{place}` must be a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object as every file of a bundle is written."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def check_free(folder: str | Path, name: str) -> Path:

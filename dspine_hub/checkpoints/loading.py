@@ -1,10 +1,11 @@
 """Load a drafter checkpoint or a target folder, turning what users can fix into one readable error."""
 
-import json
 from pathlib import Path
 
-from dspine_hub.checkpoints.sources import LOAD_ERRORS, Source, read_headers
+from dspine_hub.checkpoints.sources import LOAD_ERRORS, Source
+from dspine_hub.checkpoints.tensors import INDEX, read_file, weight_map
 from dspine_hub.errors import DSpineHubError
+from dspine_hub.folders import parse_json
 
 
 def cast_for_storage(model) -> None:
@@ -24,18 +25,15 @@ def check_folder(path: str | Path, what: str) -> Path:
         raise DSpineHubError(f"`{what}` must name a folder, got `{path}`, which does not exist.")
     if not (path / "config.json").is_file():
         raise DSpineHubError(f"`{what}` must hold a `config.json`, got `{path}` without one.")
-    try:
-        json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise DSpineHubError(f"`{path}/config.json` must be valid JSON: {error}.") from None
-    index = path / "model.safetensors.index.json"
+    parse_json((path / "config.json").read_bytes(), f"{path}/config.json")
+    index = path / INDEX
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(weight_map(index.read_bytes(), str(index)).values()))
     for name in names:
         if not (path / name).is_file():
             raise DSpineHubError(f"`{what}` must hold its weights, got `{path}` without `{name}`.")
-        read_headers(path / name)
+        read_file(path / name)
     return path
 
 
@@ -55,7 +53,7 @@ def load_drafter_checkpoint(path: str | Path, dtype="auto"):
     folder = check_folder(path, "CHECKPOINT")
     from dspine_hub.modeling_dspine import DSpineForSpeculation
 
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    kind = Source(folder).config().get("model_type")
     if kind != "dspine":
         raise DSpineHubError(
             f"`model_type` of `{folder}` must be 'dspine', got {kind!r}: this is no DSpine drafter. If it is one in "
@@ -115,6 +113,11 @@ def load_target(path: str | Path, dtype: str | None = None, device: str | None =
     return target.to(device).eval(), tokenizer
 
 
+def is_bundle(path: str | Path) -> bool:
+    """Tell whether a folder carries its own modelling code."""
+    return (Path(path) / "modeling_dspine.py").is_file()
+
+
 def load_bundle(path: str | Path, target, tokenizer):
     """Load a bundle through transformers' remote code, as its users do, and bind it to the target.
 
@@ -132,3 +135,15 @@ def load_bundle(path: str | Path, target, tokenizer):
         return drafter.to(target.device).eval().bind(target, tokenizer)
     except LOAD_ERRORS as error:
         raise DSpineHubError(f"`{folder}` could not be used with this target: {error}") from error
+
+
+def load_bound(path: str | Path, target, tokenizer=None, name: str | None = None):
+    """Load a checkpoint with this package's own code, in the target's dtype and on its device, and bind it.
+
+    Raises:
+        DSpineHubError: When the checkpoint is broken or belongs to another target; `name` is what to call it.
+    """
+    try:
+        return load_drafter_checkpoint(path, target.dtype).to(target.device).bind(target, tokenizer)
+    except ValueError as error:
+        raise DSpineHubError(f"`{name or path}` could not be used with this target: {error}") from error

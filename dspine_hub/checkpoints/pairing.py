@@ -4,57 +4,14 @@
 is hashed when its file is local; of a repository only its shape is compared.
 """
 
-import hashlib
 from pathlib import Path
 
-from dspine_hub.checkpoints.sources import Source, TensorHeader
-from dspine_hub.configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fingerprint
+from dspine_hub.checkpoints.sources import Source
+from dspine_hub.checkpoints.targets import TargetFiles, chat_template_fingerprint, stored_sha256
+from dspine_hub.checkpoints.tensors import StoredTensor
+from dspine_hub.configuration_dspine import DSpineConfig, tokenizer_fingerprint
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-
-# where targets keep the matrix their logits come from; a tied head is the embedding
-HEAD_NAMES = ("lm_head.weight", "model.language_model.lm_head.weight")
-EMBEDDING_NAMES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
-
-
-def chat_template_fingerprint(tokenizer) -> str | None:
-    """Hash the chat template, or return `None` for a tokenizer without one."""
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        return None
-    text = template if isinstance(template, str) else repr(sorted(template.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def describe_target(
-    target, tokenizer, target_id: str, revision: str | None = None, thinking: bool | None = None
-) -> dict:
-    """Describe a loaded target the way a drafter's config records it.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        target_id (`str`): Repository or folder name users will know it by.
-        revision (`str`, *optional*): Commit of that repository.
-        thinking (`bool`, *optional*): Whether training answers were generated with thinking; `None` where the target
-            has no such mode.
-
-    Returns:
-        `dict`: One value for each of `TARGET_FIELDS`.
-    """
-    text = target.config.get_text_config()
-    return {
-        "id": target_id,
-        "revision": revision,
-        "hidden_size": text.hidden_size,
-        "num_hidden_layers": text.num_hidden_layers,
-        "vocab_size": len(tokenizer),
-        "padded_vocab_size": text.vocab_size,
-        "tokenizer_sha256": tokenizer_fingerprint(tokenizer),
-        "lm_head_sha256": head_fingerprint(target.get_output_embeddings().weight),
-        "chat_template_sha256": chat_template_fingerprint(tokenizer),
-        "enable_thinking": thinking,
-    }
 
 
 def check_pair(drafter: str | Path | Source, target: str | Path | Source) -> Report:
@@ -71,48 +28,43 @@ def check_pair(drafter: str | Path | Source, target: str | Path | Source) -> Rep
         DSpineHubError: When a side cannot be read or the drafter's config breaks a rule.
     """
     mine = drafter if isinstance(drafter, Source) else Source(drafter)
-    theirs = target if isinstance(target, Source) else Source(target)
-    return check_config(read_drafter_config(mine), mine.config(), theirs)
+    raw = mine.config()
+    return check_config(validate_config(raw, mine.name), raw, TargetFiles(target))
 
 
-def check_config(config: DSpineConfig, raw: dict, theirs: Source) -> Report:
+def check_config(config: DSpineConfig, raw: dict, theirs: TargetFiles) -> Report:
     """Check a drafter's config against a target as [`check_pair`] does.
 
     Args:
         config ([`DSpineConfig`]): The drafter's.
         raw (`dict`): The file it was read from, in whatever format.
-        theirs (`Source`): The target.
+        theirs ([`TargetFiles`]): The target.
     """
-    whole = theirs.config()
-    # multimodal targets nest the language model's facts
-    text = {**whole, **(whole.get("text_config") or {})}
-    record = config.target or {}
+    text, record = theirs.text, config.target or {}
     report = Report()
     _check_sizes(report, config, text)
-    head = _head_header(theirs.headers(), text)
-    _check_head(report, config, record, theirs, whole, head)
-    tokenizer = theirs.tokenizer()
-    _check_tokenizer(report, config, record, tokenizer, theirs)
+    _check_head(report, config, record, theirs, theirs.head_header())
+    tokenizer = theirs.source.tokenizer()
+    _check_tokenizer(report, config, record, tokenizer, theirs.source.name)
     _check_positions(report, config, text)
     _check_dtype(report, raw, text)
     _check_generation(report, record, tokenizer, text)
     return report
 
 
-def read_drafter_config(source: Source) -> DSpineConfig:
-    """Read and validate a drafter's config; `DSpineHubError` names the rule it breaks."""
+def validate_config(raw: dict, name: str) -> DSpineConfig:
+    """Build the config of a bundle from its `config.json`; `DSpineHubError` names the rule it breaks."""
     from huggingface_hub.errors import StrictDataclassError
 
-    raw = source.config()
     if raw.get("model_type") != "dspine":
         raise DSpineHubError(
-            f"`model_type` of `{source.name}` must be 'dspine', got {raw.get('model_type')!r}: no DSpine drafter. If "
-            f"it is one in another format: `dspine-hub convert {source.name} OUT`"
+            f"`model_type` of `{name}` must be 'dspine', got {raw.get('model_type')!r}: no DSpine drafter. If it is "
+            f"one in another format: `dspine-hub convert {name} OUT`"
         )
     try:
         return DSpineConfig(**raw)
     except (ValueError, StrictDataclassError) as error:
-        raise DSpineHubError(f"`config.json` of `{source.name}` breaks a rule: {error}") from None
+        raise DSpineHubError(f"`config.json` of `{name}` breaks a rule: {error}") from None
 
 
 def _check_sizes(report: Report, config: DSpineConfig, text: dict) -> None:
@@ -132,13 +84,8 @@ def _check_sizes(report: Report, config: DSpineConfig, text: dict) -> None:
         report.add("error", "taps", f"`target_layer_ids` must lie in [0, {layers - 1}), got {outside}.")
 
 
-def _head_header(headers: dict[str, TensorHeader], text: dict) -> TensorHeader | None:
-    names = EMBEDDING_NAMES if text.get("tie_word_embeddings") else (*HEAD_NAMES, *EMBEDDING_NAMES)
-    return next((headers[name] for name in names if name in headers), None)
-
-
-def _check_head(report, config, record, theirs: Source, whole: dict, head: TensorHeader | None) -> None:
-    quantised = (whole.get("quantization_config") or {}).get("quant_method")
+def _check_head(report, config, record, theirs: TargetFiles, head: StoredTensor | None) -> None:
+    quantised = (theirs.config.get("quantization_config") or {}).get("quant_method")
     if quantised:
         report.add(
             "info",
@@ -147,7 +94,8 @@ def _check_head(report, config, record, theirs: Source, whole: dict, head: Tenso
             "must be readable in full precision.",
         )
     if head is None:
-        report.add("info", "head", f"`{theirs.name}` stores no LM head under a known name; it was not compared.")
+        message = f"`{theirs.source.name}` stores no LM head under a known name; it was not compared."
+        report.add("info", "head", message)
         return
     expected = (config.vocab_size, config.hidden_size)
     if head.shape != expected and not quantised:
@@ -156,30 +104,21 @@ def _check_head(report, config, record, theirs: Source, whole: dict, head: Tenso
     stored = record.get("lm_head_sha256")
     if not stored or quantised:
         return
-    fingerprint = _local_head_fingerprint(theirs, head.name)
-    if fingerprint is None:
+    if theirs.source.folder is None:
         report.add("info", "head-sha256", "`lm_head_sha256` was not compared: the target's weights are not local.")
-    elif fingerprint != stored:
-        message = f"`lm_head_sha256` must be {stored[:12]}, got {fingerprint[:12]} from `{theirs.name}`"
+        return
+    fingerprint = stored_sha256(head)
+    if fingerprint != stored:
+        message = f"`lm_head_sha256` must be {stored[:12]}, got {fingerprint[:12]} from `{theirs.source.name}`"
         if config.transfer_storage == "basis":
             report.add("error", "head-sha256", f"{message}: compact codes need the head they were made of.")
         else:
             report.add("warning", "head-sha256", f"{message}: a fine-tuned target may be accepted less often.")
 
 
-def _local_head_fingerprint(source: Source, name: str) -> str | None:
-    from safetensors import safe_open
-
-    for path in source.weight_files():
-        with safe_open(path, framework="pt") as weights:
-            if name in weights.keys():  # noqa: SIM118
-                return head_fingerprint(weights.get_tensor(name))
-    return None
-
-
-def _check_tokenizer(report, config, record, tokenizer, theirs: Source) -> None:
+def _check_tokenizer(report, config, record, tokenizer, owner: str) -> None:
     if tokenizer is None:
-        report.add("warning", "tokenizer", f"`{theirs.name}` holds no tokenizer; it was not compared.")
+        report.add("warning", "tokenizer", f"`{owner}` holds no tokenizer; it was not compared.")
         return
     if record.get("tokenizer_sha256"):
         fingerprint = tokenizer_fingerprint(tokenizer)

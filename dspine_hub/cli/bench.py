@@ -7,8 +7,8 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.group()
-def bench():
+@click.group("bench")
+def command():
     """Measure this package on this machine.
 
     Example:
@@ -18,7 +18,7 @@ def bench():
     """
 
 
-@bench.command()
+@command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--batch", "batches", type=click.IntRange(min=1), multiple=True, help="Batch size; repeat for several.")
 @click.option("--no-baselines", is_flag=True, help="Only DSpine's own work and its eager reference.")

@@ -6,12 +6,12 @@ from dspine_hub.cli._errors import readable_errors
 from dspine_hub.errors import DSpineHubError
 
 
-@click.command()
+@click.command("card")
 @click.argument("path", type=click.Path())
 @click.option("--repo", metavar="OWNER/NAME", help="Repository the usage snippets name.")
 @click.option("--write", is_flag=True, help="Write PATH/README.md instead of printing.")
 @readable_errors
-def card(path, repo, write):
+def command(path, repo, write):
     """Render the model card of the bundle folder PATH from its config, receipts, card.toml and training.json.
 
     Example:
@@ -19,11 +19,13 @@ def card(path, repo, write):
     \b
         dspine-hub card bundle/mini --write
     """
-    from dspine_hub.publish.card_checks import check_folder
+    from dspine_hub.publish.bundle import Bundle
+    from dspine_hub.publish.card_checks import check_bundle_card
     from dspine_hub.publish.cards import render_card, write_card
 
-    text = render_card(path, repo)
-    report = check_folder(path, text)
+    bundle = Bundle.read(path)
+    text = render_card(bundle, repo)
+    report = check_bundle_card(bundle, text)
     for line in report.lines():
         click.echo(line, err=True)
     # a licence is the author's to add before a push; anything else must not be written at all
@@ -31,6 +33,6 @@ def card(path, repo, write):
     if wrong:
         raise DSpineHubError(f"the card of `{path}` must pass its own check, got {len(wrong)} error(s), listed above.")
     if write:
-        click.echo(write_card(path, text))
+        click.echo(write_card(bundle, text))
     else:
         click.echo(text, nl=False)

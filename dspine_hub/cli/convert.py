@@ -11,7 +11,7 @@ READS = ["auto", *(name for name, entry in FORMATS.items() if entry.reads)]
 WRITES = [name for name, entry in FORMATS.items() if entry.writes]
 
 
-@click.command()
+@click.command("convert")
 @click.argument("src")
 @click.argument("dst", type=click.Path())
 @click.option("--from", "source", type=click.Choice(READS), default="auto", show_default=True, help="Format of SRC.")
@@ -24,7 +24,7 @@ WRITES = [name for name, entry in FORMATS.items() if entry.writes]
 @click.option("--tap-ids", type=click.Choice(list(TAP_MEANINGS)), help="What SRC's ids of tapped layers mean.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @readable_errors
-def convert(src, dst, source, to, target, revision, storage, quantize, tap_ids, as_json):
+def command(src, dst, source, to, target, revision, storage, quantize, tap_ids, as_json):
     """Convert the drafter SRC, a folder or repository of any known format, into the new folder DST.
 
     Example:
@@ -34,9 +34,9 @@ def convert(src, dst, source, to, target, revision, storage, quantize, tap_ids, 
 
     Every tensor is accounted for; SRC is only read, and DST appears whole or not at all.
     """
-    from dspine_hub.api import convert_drafter
+    from dspine_hub.api import convert
 
-    result = convert_drafter(
+    result = convert(
         src,
         dst,
         from_format=source,

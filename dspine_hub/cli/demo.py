@@ -22,7 +22,7 @@ JSON_FIELDS = (
 )
 
 
-@click.command()
+@click.command("demo")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--prompt", help="Text to continue, instead of held-out prompts.")
 @click.option("--prompts", "prompt_file", type=click.Path(), help="A .jsonl file of prompts.")
@@ -36,7 +36,7 @@ JSON_FIELDS = (
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="By default float32 on a CPU, bfloat16 on a GPU."
 )
 @readable_errors
-def demo(as_json, prompt, prompt_file, temperature, max_new_tokens, target, drafter, dtype):
+def command(as_json, prompt, prompt_file, temperature, max_new_tokens, target, drafter, dtype):
     """Watch a target decode with its drafter, and compare speed and text with plain decoding.
 
     Example:

@@ -7,12 +7,12 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("diff")
 @click.argument("a")
 @click.argument("b")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @readable_errors
-def diff(a, b, as_json):
+def command(a, b, as_json):
     """Show how the bundles A and B differ in config, tensors, receipts and files.
 
     Example:
@@ -22,9 +22,9 @@ def diff(a, b, as_json):
 
     Each is a folder, a repository, or a repository at a revision.
     """
-    from dspine_hub.publish.hub import diff as diff_bundles
+    from dspine_hub.publish.compare import diff
 
-    result = diff_bundles(a, b)
+    result = diff(a, b)
     if as_json:
         click.echo(json.dumps(result.as_dict()))
     elif result.identical:

@@ -7,10 +7,10 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @readable_errors
-def doctor(as_json):
+def command(as_json):
     """Report versions, the SGLang plugin's state and GPUs, and what would fail; exit code 1 on errors.
 
     Example:

@@ -7,12 +7,12 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("inspect")
 @click.argument("path")
 @click.option("--revision", metavar="R", help="Branch, tag or commit, when PATH is a repository.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @readable_errors
-def inspect(path, revision, as_json):
+def command(path, revision, as_json):
     """Show what the folder or repository PATH holds, from its config and its tensors' headers alone.
 
     Example:
@@ -20,9 +20,9 @@ def inspect(path, revision, as_json):
     \b
         dspine-hub inspect examples/mini/drafter
     """
-    from dspine_hub.conversion.inspection import inspect as look
+    from dspine_hub.conversion.inspection import inspect
 
-    found = look(path, revision)
+    found = inspect(path, revision)
     if as_json:
         click.echo(json.dumps(found))
         return

@@ -10,7 +10,7 @@ from dspine_hub.cli._errors import readable_errors
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array and nothing else.")
 @readable_errors
-def list_entries(as_json):
+def command(as_json):
     """List the targets of the catalog, with status and number of known public drafters.
 
     Example:

@@ -8,7 +8,7 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("push")
 @click.argument("path", type=click.Path())
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Create the repository private.")
@@ -16,12 +16,12 @@ from dspine_hub.cli._errors import readable_errors
 @click.option("--tag", metavar="V", help="Tag the commit, like v1.0.")
 @click.option("--message", metavar="M", help="Title of the commit.")
 @click.option("--collection", metavar="SLUG", help="Put the repository into this collection too.")
-@click.option("--dry-run", is_flag=True, help="Check and list, send nothing.")
+@click.option("--dry-run", is_flag=True, help="Check, compare with the repository, send nothing.")
 @click.option("--target", type=click.Path(), help="Target folder: also checks the pair and its acceptance.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--quiet", is_flag=True, help="Print only the address of the commit or pull request.")
 @readable_errors
-def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_json, quiet):
+def command(path, repo, private, pr, tag, message, collection, dry_run, target, as_json, quiet):
     """Publish the bundle PATH as one commit of REPO, after checking everything about it.
 
     Example:
@@ -33,11 +33,11 @@ def push(path, repo, private, pr, tag, message, collection, dry_run, target, as_
     """
     from transformers.utils import logging
 
-    from dspine_hub.publish.hub import push as push_bundle
+    from dspine_hub.publish.push import push
 
     logging.disable_progress_bar()
     with _byte_bars(hidden=as_json or quiet or dry_run) as progress:
-        result = push_bundle(
+        result = push(
             path,
             repo,
             private=private,

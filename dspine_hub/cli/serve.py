@@ -8,13 +8,13 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@click.command("serve", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--target", required=True, metavar="T", help="Target: a folder or a repository.")
 @click.option("--drafter", required=True, metavar="D", help="Its drafter: a folder or a repository.")
 @click.option("--print", "only_print", is_flag=True, help="Print the command and do not run it.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @readable_errors
-def serve(target, drafter, only_print, flags):
+def command(target, drafter, only_print, flags):
     """Serve a target with its drafter in SGLang, after checking pair and version.
 
     Example:

@@ -7,13 +7,13 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("show")
 @click.argument("name")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else; unknown facts are null."
 )
 @readable_errors
-def show(name, as_json):
+def command(name, as_json):
     """Show what the catalog knows about the target NAME: facts with sources, public drafters, how to make one.
 
     Example:

@@ -7,11 +7,11 @@ import click
 from dspine_hub.cli._errors import readable_errors
 
 
-@click.command()
+@click.command("train")
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting; dotted keys.")
 @readable_errors
-def train(config, overrides):
+def command(config, overrides):
     """Train a drafter (or a small target) as CONFIG says, resuming from its newest checkpoint.
 
     Example:

@@ -1,24 +1,22 @@
 """Decode prompts plainly and speculatively with one target, and measure both in the same run."""
 
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from dspine_hub.checkpoints.loading import load_bundle, load_target
+from dspine_hub.checkpoints.loading import is_bundle, load_bound, load_bundle, load_target
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.generation_dspine import TapRecorder, summarize
-from dspine_hub.publish.bundle import build_bundle, is_bundle
 
 
 class Pair:
-    """A target and its drafter, the drafter loaded from a bundle by transformers' remote code alone.
+    """A target and its drafter; a bundle is loaded by transformers' remote code alone, a checkpoint by this package.
 
     Args:
         target (`str` or `Path`): Folder of the target.
-        drafter (`str` or `Path`): A bundle, or a checkpoint, which is bundled first.
+        drafter (`str` or `Path`): A bundle, whose own code runs, or a checkpoint.
         dtype, device (`str`, *optional*): See [`load_target`].
 
     Raises:
@@ -27,9 +25,10 @@ class Pair:
 
     def __init__(self, target: str | Path, drafter: str | Path, dtype: str | None = None, device: str | None = None):
         self.target, self.tokenizer = load_target(target, dtype, device)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = drafter if is_bundle(drafter) else build_bundle(drafter, Path(scratch) / "bundle")
-            self.drafter = load_bundle(folder, self.target, self.tokenizer)
+        if is_bundle(drafter):
+            self.drafter = load_bundle(drafter, self.target, self.tokenizer)
+        else:
+            self.drafter = load_bound(drafter, self.target, self.tokenizer)
 
     def encode(self, prompt: str) -> torch.Tensor:
         """Encode a prompt as `[1, P]` ids on the target's device."""

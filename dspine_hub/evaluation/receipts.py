@@ -3,17 +3,13 @@
 A receipt states the whole protocol beside the number: two receipts may share a table only when `protocol` is equal.
 """
 
-import hashlib
 import json
 from datetime import date
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from dspine_hub.errors import DSpineHubError
-from dspine_hub.folders import file_sha256
-from dspine_hub.publish.catalog import describe
+from dspine_hub.errors import DSpineHubError, describe_problems
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{7,40}(-dirty)?$")]
@@ -251,40 +247,6 @@ def parse_receipt(text: str | bytes, place: str) -> Receipt:
         return Receipt.model_validate_json(text)
     except ValidationError as error:
         raise DSpineHubError(
-            f"`{place}` must be a receipt: {describe(error)} Measure again: a number without its protocol is not "
-            "shown."
+            f"`{place}` must be a receipt: {describe_problems(error)} Measure again: a number without its protocol is "
+            "not shown."
         ) from None
-
-
-def load_receipts(folder: str | Path) -> list[Receipt]:
-    """Read every `*.json` of a folder.
-
-    Args:
-        folder (`str` or `Path`): Usually `receipts/` of a bundle; may be missing.
-
-    Returns:
-        `list[Receipt]`: Sorted by file name, empty without a folder.
-
-    Raises:
-        DSpineHubError: When a file is no receipt.
-    """
-    files = sorted(Path(folder).glob("*.json"))
-    return [parse_receipt(file.read_bytes(), f"{file.parent.name}/{file.name}") for file in files]
-
-
-def weights_sha256(folder: str | Path) -> str | None:
-    """Hash the safetensors weights of a folder.
-
-    Args:
-        folder (`str` or `Path`): Bundle or checkpoint.
-
-    Returns:
-        `str`, *optional*: sha256 of the one file; of several, sha256 of their sorted `name sha256` lines. `None`
-        without weights.
-    """
-    hashes = []
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        hashes.append((path.name, file_sha256(path)))
-    if len(hashes) < 2:
-        return hashes[0][1] if hashes else None
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes).encode()).hexdigest()

@@ -1,139 +1,181 @@
-"""From a checkpoint to the flat folder a hub repository is: weights, code that loads without this package, provenance.
+"""A bundle read once: config, provenance, files with their hashes, receipts, card.
 
-The folder appears whole or not at all: it is written beside its place and renamed when complete.
+[`Bundle.read`] lists the files; each is read when something of it is first asked for, whole and once, and what was
+learned is kept. So checks, card and push may ask for whatever they need.
 """
 
-import json
-import shutil
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
-from dspine_hub._version import __version__
+from dspine_hub.checkpoints.tensors import INDEX, ScannedFile, scan_file
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.folders import check_free, file_sha256, new_folder
-from dspine_hub.publish.cards import render_card
+from dspine_hub.evaluation.receipts import Receipt, parse_receipt
+from dspine_hub.findings import Report
+from dspine_hub.folders import file_sha256, parse_json
+from dspine_hub.publish.listing import list_files
 
-PACKAGE = Path(__file__).parents[1]
-
-# every file copied byte for byte into a repository: name there -> place here
-SHIPPED = {
-    "cache_dspine.py": PACKAGE / "cache_dspine.py",
-    "configuration_dspine.py": PACKAGE / "configuration_dspine.py",
-    "draft_graph_dspine.py": PACKAGE / "draft_graph_dspine.py",
-    "generation_dspine.py": PACKAGE / "generation_dspine.py",
-    "modeling_dspine.py": PACKAGE / "modeling_dspine.py",
-    "kernels.py": PACKAGE / "kernels" / "__init__.py",
-    "adjacent_injection.py": PACKAGE / "kernels" / "adjacent_injection.py",
-    "injection_kernels.py": PACKAGE / "kernels" / "injection_kernels.py",
-    "candidate_walk.py": PACKAGE / "kernels" / "candidate_walk.py",
-    "top_candidates.py": PACKAGE / "kernels" / "top_candidates.py",
-    "transfer_tables.py": PACKAGE / "kernels" / "transfer_tables.py",
-    "transition_scores.py": PACKAGE / "kernels" / "transition_scores.py",
-    "triton_support.py": PACKAGE / "kernels" / "triton_support.py",
-    "custom_generate/generate.py": PACKAGE / "custom_generate" / "generate.py",
-}
-
-# loading one of these runs whatever code it holds
-PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-
-AUTO_MAP = {
-    "AutoConfig": "configuration_dspine.DSpineConfig",
-    "AutoModel": "modeling_dspine.DSpineForSpeculation",
-}
+# larger files that are no weights are hashed in pieces and not kept
+KEPT_BYTES = 64 << 20
 
 
-def build_bundle(checkpoint: str | Path, out: str | Path, target: str | Path | None = None) -> Path:
-    """Write the hub folder of a drafter checkpoint.
+class BundleFile:
+    """One file, read at most once.
 
     Args:
-        checkpoint (`str` or `Path`): Folder of a trained drafter (`config.json`, safetensors weights).
-        out (`str` or `Path`): Folder to create; must not exist or be empty.
-        target (`str` or `Path`, *optional*): Target to run the canary with: drafts on a few prompts, recorded in
-            `provenance.json` for `verify` to compare with.
+        name (`str`): Path in the bundle.
+        path (`Path`): The file, links resolved.
+        sha256 (`str`, *optional*): Its hash, where whoever wrote it knows.
+    """
+
+    def __init__(self, name: str, path: Path, sha256: str | None = None):
+        self.name, self.path, self.size = name, path, path.stat().st_size
+        if sha256 is not None:
+            self.sha256 = sha256
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it is scanned tensor by tensor and never kept."""
+        return self.name.endswith(".safetensors")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its bytes are kept in memory."""
+        return not self.is_weights and self.size <= KEPT_BYTES
+
+    @cached_property
+    def data(self) -> bytes:
+        """All of its bytes."""
+        return self.path.read_bytes()
+
+    @cached_property
+    def scan(self) -> ScannedFile:
+        """What its tensors are and hold; `DSpineHubError` when it is damaged."""
+        return scan_file(self.path)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of its bytes."""
+        if self.is_weights:
+            try:
+                return self.scan.sha256
+            except DSpineHubError:
+                # damaged weights have a hash too
+                return file_sha256(self.path)
+        return hashlib.sha256(self.data).hexdigest() if self.is_kept else file_sha256(self.path)
+
+    @cached_property
+    def blob_id(self) -> str:
+        """The name git gives a file of these bytes."""
+        return git_blob_id(self.data if self.is_kept else self.path.read_bytes())
+
+
+class MemoryFile(BundleFile):
+    """A file of a bundle whose bytes differ from what lies on disk, or that lies nowhere."""
+
+    def __init__(self, name: str, data: bytes):
+        self.name, self.path, self.size, self.data = name, None, len(data), data
+
+
+def git_blob_id(data: bytes) -> str:
+    """Return the name git gives a file of these bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def weights_sha256(hashes: Mapping[str, str]) -> str | None:
+    """Name the weights of a drafter by one hash.
+
+    Args:
+        hashes (`Mapping[str, str]`): sha256 of every safetensors file at the top of a folder, by name.
 
     Returns:
-        `Path`: `out`.
-
-    Raises:
-        DSpineHubError: When the checkpoint is missing, incomplete or invalid, or `out` is taken. Nothing is written
-            then.
+        `str`, *optional*: The one file's; of several, sha256 of their sorted `name sha256` lines. `None` without
+        weights.
     """
-    out = check_free(out, "OUT")
-    from dspine_hub.checkpoints.loading import load_drafter_checkpoint
-
-    drafter = load_drafter_checkpoint(checkpoint)
-    # the loaded model is turned back and says nothing of it
-    if json.loads((Path(checkpoint) / "config.json").read_text()).get("quantization_config"):
-        raise DSpineHubError(
-            f"`{checkpoint}` must be unquantised, got `quantization_config`: bundle the unquantised drafter, then "
-            "`dspine-hub convert BUNDLE OUT --quantize fp8`"
-        )
-    if drafter.config.target is None:
-        raise DSpineHubError(
-            f"`target` must be recorded in `{checkpoint}/config.json`, got none: a drafter without its target cannot "
-            "be paired. Train or convert it with the target at hand."
-        )
-    with new_folder(out) as work:
-        _write_checkpoint(drafter, work)
-        complete_bundle(work, Path(checkpoint), target)
-    return out
+    if len(hashes) < 2:
+        return next(iter(hashes.values()), None)
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def complete_bundle(
-    folder: Path,
-    checkpoint: Path,
-    target: str | Path | None = None,
-    hashes: dict[str, str] | None = None,
-    receipts: bool = True,
-) -> None:
-    """Add to config and weights what makes them a bundle: code, receipts, card, provenance.
+class Bundle:
+    """A bundle folder, or a checkpoint on its way to become one.
 
     Args:
-        folder (`Path`): Holds `config.json` and weights; gains the rest.
-        checkpoint (`Path`): Where receipts, `card.toml` and `training.json` come from.
-        target (`str` or `Path`, *optional*): As of `build_bundle`.
-        hashes (`dict[str, str]`, *optional*): Weight file -> sha256, of files that were hashed when written.
-        receipts (`bool`): Take receipts over; wrong where the weights are no longer those that were measured.
+        folder (`Path`): Where it lies.
+        files (`dict[str, BundleFile]`): What may be published, by name.
+        refused ([`Report`]): Why other files may not.
     """
-    _add_code_and_card(folder, checkpoint, receipts)
-    provenance = {"dspine_hub": __version__, "files": _hashes(folder, hashes or {})}
-    if target is not None:
-        from dspine_hub.evaluation.canary import measure_canary
 
-        provenance["canary"] = measure_canary(folder, target)
-    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    def __init__(self, folder: Path, files: dict[str, BundleFile], refused: Report):
+        self.folder, self.files, self.refused = folder, files, refused
 
+    @classmethod
+    def read(cls, folder: str | Path, hashes: Mapping[str, str] | None = None) -> "Bundle":
+        """List a folder; `hashes` are those somebody knows already.
 
-def _write_checkpoint(drafter, folder: Path) -> None:
-    from dspine_hub.checkpoints.loading import cast_for_storage
+        Raises:
+            DSpineHubError: When it is no folder.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise DSpineHubError(
+                f"`{folder}` must be the folder of a bundle, got no such folder. Write one with `dspine-hub bundle`, "
+                "or fetch a repository with `dspine-hub pull`."
+            )
+        listed, refused = list_files(folder)
+        known = hashes or {}
+        return cls(folder, {name: BundleFile(name, path, known.get(name)) for name, path in listed.items()}, refused)
 
-    cast_for_storage(drafter)
-    drafter.save_pretrained(folder, max_shard_size="5GB")
-    for weights in folder.glob("*.safetensors"):
-        weights.chmod(0o644)
+    def text(self, name: str) -> str | None:
+        """Read a text file, or return `None` when it is not there."""
+        return self.files[name].data.decode("utf-8", errors="replace") if name in self.files else None
 
+    def json(self, name: str) -> dict | None:
+        """Read a JSON object, or return `None` when it is not there."""
+        return parse_json(self.files[name].data, f"{self.folder}/{name}") if name in self.files else None
 
-def _add_code_and_card(folder: Path, checkpoint: Path, receipts: bool) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = AUTO_MAP
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name, source in SHIPPED.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, folder / name)
-    for receipt in sorted(checkpoint.glob("receipts/*.json") if receipts else ()):
-        (folder / "receipts").mkdir(exist_ok=True)
-        shutil.copyfile(receipt, folder / "receipts" / receipt.name)
-    for name in ("card.toml", "training.json"):
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-    (folder / "README.md").write_text(render_card(folder), encoding="utf-8")
+    @cached_property
+    def config(self) -> dict:
+        """`config.json` as it is, which must be there."""
+        config = self.json("config.json")
+        if config is None:
+            raise DSpineHubError(
+                f"`{self.folder}` must hold a `config.json`, got none. Write one with `dspine-hub bundle`."
+            )
+        return config
 
+    @cached_property
+    def drafter_config(self):
+        """The config as a `DSpineConfig`, every rule of it checked."""
+        from dspine_hub.checkpoints.pairing import validate_config
 
-def _hashes(folder: Path, known: dict[str, str]) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: known.get(name) or file_sha256(path) for name, path in names.items()}
+        return validate_config(self.config, str(self.folder))
 
+    @cached_property
+    def provenance(self) -> dict | None:
+        """`provenance.json`: what made the bundle, a hash of every file, and the canary."""
+        return self.json("provenance.json")
 
-def is_bundle(path: str | Path) -> bool:
-    """Tell whether a folder carries its own modelling code."""
-    return (Path(path) / "modeling_dspine.py").is_file()
+    @cached_property
+    def weight_map(self) -> dict[str, str] | None:
+        """Tensor -> file as the index says, `None` without one."""
+        index = self.json(INDEX)
+        return None if index is None else index.get("weight_map") or {}
+
+    @cached_property
+    def receipts(self) -> list[Receipt]:
+        """Every measured result, by file name."""
+        names = [name for name in self.files if name.startswith("receipts/") and name.count("/") == 1]
+        return [parse_receipt(self.files[name].data, name) for name in names if name.endswith(".json")]
+
+    @property
+    def weights(self) -> dict[str, BundleFile]:
+        """The safetensors files at the top, by name."""
+        return {name: file for name, file in self.files.items() if file.is_weights and "/" not in name}
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """One hash that names the weights, see [`weights_sha256`]."""
+        return weights_sha256({name: file.sha256 for name, file in self.weights.items()})

@@ -1,12 +1,13 @@
 """What a card must be before it is sent: metadata the Hub takes, and no number without a receipt."""
 
 import re
-from pathlib import Path
 
+from dspine_hub.checkpoints.sources import is_repo_id
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.evaluation.receipts import Receipt, load_receipts, weights_sha256
+from dspine_hub.evaluation.receipts import Receipt
 from dspine_hub.findings import Report
-from dspine_hub.publish.cards import is_repo_id, receipt_metrics
+from dspine_hub.publish.bundle import Bundle
+from dspine_hub.publish.cards import receipt_metrics
 
 _RENDER = "Run `dspine-hub card PATH --write`."
 
@@ -41,12 +42,12 @@ RATE = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*tok(?:en)?s?\s*(?:/|per)\s*s", re.IGN
 NUMBER = re.compile(r"(?<![\w.])(\d+\.\d+|\d+(?=\s?%))")
 
 
-def check_folder(folder: str | Path, text: str | None = None) -> Report:
-    """Check the card of a bundle folder, and that its receipts were measured with the weights beside them.
+def check_bundle_card(bundle: Bundle, text: str | None = None) -> Report:
+    """Check the card of a bundle, and that its receipts were measured with the weights beside them.
 
     Args:
-        folder (`str` or `Path`): As for `render_card`.
-        text (`str`, *optional*): The card; `README.md` of the folder by default.
+        bundle ([`Bundle`]): As for `render_card`.
+        text (`str`, *optional*): The card; `README.md` of the bundle by default.
 
     Returns:
         `Report`: As of `check_card`.
@@ -54,16 +55,14 @@ def check_folder(folder: str | Path, text: str | None = None) -> Report:
     Raises:
         DSpineHubError: When a receipt is invalid or there is no card.
     """
-    folder = Path(folder)
-    receipts = load_receipts(folder / "receipts")
+    text = bundle.text("README.md") if text is None else text
     if text is None:
-        if not (folder / "README.md").is_file():
-            raise DSpineHubError(
-                f"`README.md` must lie in `{folder}`, got none. Run `dspine-hub card {folder} --write`."
-            )
-        text = (folder / "README.md").read_text(encoding="utf-8")
+        raise DSpineHubError(
+            f"`README.md` must lie in `{bundle.folder}`, got none. Run `dspine-hub card {bundle.folder} --write`."
+        )
+    receipts = bundle.receipts
     report = check_card(text, receipts)
-    weights = weights_sha256(folder) if receipts else None
+    weights = bundle.weights_sha256 if receipts else None
     for receipt in receipts:
         if weights not in (None, receipt.drafter.weights_sha256):
             report.add(

@@ -1,20 +1,22 @@
 """Model cards from config, receipts and the catalog, through one template; a number needs a receipt.
 
-`render_card` writes the README of a bundle folder, `render_entry` the page of a catalog entry; `card_checks` refuses
+`render_card` writes the README of a bundle, `render_entry` the page of a catalog entry; `card_checks` refuses
 what the Hub would refuse and what no receipt supports.
 """
 
-import json
+import hashlib
 import re
 import tomllib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dspine_hub.errors import DSpineHubError
-from dspine_hub.evaluation.receipts import Receipt, load_receipts
-from dspine_hub.folders import file_sha256
-from dspine_hub.publish.catalog import STATUS, UNKNOWN, Entry, describe, find_target
+from dspine_hub.checkpoints.sources import is_repo_id
+from dspine_hub.errors import DSpineHubError, describe_problems
+from dspine_hub.evaluation.receipts import Receipt
+from dspine_hub.folders import write_json
+from dspine_hub.publish.bundle import Bundle
+from dspine_hub.publish.catalog import STATUS, UNKNOWN, Entry, find_target
 
 # stands for the repository until a push knows its name
 PLACEHOLDER = "THIS_REPOSITORY"
@@ -56,16 +58,11 @@ class CardInfo(BaseModel):
     citation: str | None = None
 
 
-def is_repo_id(identifier: str) -> bool:
-    """Tell a Hub repository `owner/name` from a folder."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", identifier)) and not Path(identifier).exists()
-
-
-def render_card(folder: str | Path, repo_id: str | None = None) -> str:
-    """Render the model card of a bundle folder.
+def render_card(bundle: Bundle, repo_id: str | None = None) -> str:
+    """Render the model card of a bundle.
 
     Args:
-        folder (`str` or `Path`): Holds `config.json`; optionally `receipts/*.json`, `card.toml`, `training.json`.
+        bundle ([`Bundle`]): Holds `config.json`; optionally `receipts/*.json`, `card.toml`, `training.json`.
         repo_id (`str`, *optional*): Repository the usage snippets name.
 
     Returns:
@@ -74,14 +71,10 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
     Raises:
         DSpineHubError: When the config, a receipt or `card.toml` is invalid, or a receipt belongs to another drafter.
     """
-    folder = Path(folder)
-    config = _read_config(folder)
-    info = _read_info(folder)
-    receipts = load_receipts(folder / "receipts")
+    config, info, receipts = _shown_config(bundle), _read_info(bundle), bundle.receipts
     _check_receipts(receipts, config)
     target = config["target"]
     entry = find_target(target["id"])
-    tables = result_tables(receipts)
     body = _template().render(
         title=f"A DSpine drafter for `{target['id']}`",
         config=config,
@@ -89,31 +82,30 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
         entry=entry,
         info=info,
         repo=repo_id or PLACEHOLDER,
-        tables=tables,
+        tables=result_tables(receipts),
         thinking=_measured_thinking(receipts),
-        training=_read_training(folder),
+        training=_read_training(bundle),
         unknown=UNKNOWN,
         status=STATUS,
     )
     return f"---\n{_front_matter(config, info, entry, receipts)}\n---\n\n{_tidy(body)}"
 
 
-def write_card(folder: str | Path, text: str) -> Path:
+def write_card(bundle: Bundle, text: str) -> Path:
     """Write a card as `README.md`, and its hash into `provenance.json` where there is one.
 
     Args:
-        folder (`str` or `Path`): Bundle folder.
+        bundle ([`Bundle`]): Read before; what it knows of both files is then out of date.
         text (`str`): The card.
 
     Returns:
         `Path`: The written file.
     """
-    readme, provenance = Path(folder) / "README.md", Path(folder) / "provenance.json"
+    readme = bundle.folder / "README.md"
     readme.write_text(text, encoding="utf-8")
-    if provenance.is_file():
-        record = json.loads(provenance.read_text(encoding="utf-8"))
-        record["files"]["README.md"] = file_sha256(readme)
-        provenance.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if bundle.provenance is not None:
+        listed = {**bundle.provenance["files"], "README.md": hashlib.sha256(text.encode()).hexdigest()}
+        write_json(bundle.folder / "provenance.json", {**bundle.provenance, "files": listed})
     return readme
 
 
@@ -200,46 +192,38 @@ def _front_matter(config: dict, info: CardInfo, entry: Entry | None, receipts: l
     return data.to_yaml(line_break="\n")
 
 
-def _read_config(folder: Path) -> dict:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise DSpineHubError(
-            f"`PATH` must be a folder with `config.json`, got `{folder}`. Write one with `dspine-hub bundle`."
-        ) from None
-    except ValueError as error:
-        raise DSpineHubError(f"`{folder}/config.json` must be valid JSON, got: {error}.") from None
-    if not isinstance(config, dict) or config.get("model_type") != "dspine":
-        kind = config.get("model_type") if isinstance(config, dict) else type(config).__name__
-        raise DSpineHubError(f"`model_type` in `{folder}/config.json` must be 'dspine', got {kind!r}.")
+def _shown_config(bundle: Bundle) -> dict:
+    """Return the config, which must hold what the template shows of it."""
+    config = bundle.config
+    if config.get("model_type") != "dspine":
+        kind = config.get("model_type")
+        raise DSpineHubError(f"`model_type` in `{bundle.folder}/config.json` must be 'dspine', got {kind!r}.")
     missing = [name for name in SHOWN if config.get(name) is None]
     if missing:
         names = ", ".join(f"`{name}`" for name in missing)
         raise DSpineHubError(
-            f"{names} must be given in `{folder}/config.json`, got none. Write it with `dspine-hub bundle`."
+            f"{names} must be given in `{bundle.folder}/config.json`, got none. Write it with `dspine-hub bundle`."
         )
     return config
 
 
-def _read_info(folder: Path) -> CardInfo:
-    path = folder / "card.toml"
-    if not path.exists():
-        return CardInfo()
+def _read_info(bundle: Bundle) -> CardInfo:
+    text = bundle.text("card.toml")
     try:
-        return CardInfo.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return CardInfo.model_validate(tomllib.loads(text or ""))
     except tomllib.TOMLDecodeError as error:
         raise DSpineHubError(f"`card.toml` must be valid TOML, got: {error}.") from None
     except ValidationError as error:
-        raise DSpineHubError(f"`card.toml` must hold only {list(CardInfo.model_fields)}: {describe(error)}") from None
+        problems = describe_problems(error)
+        raise DSpineHubError(f"`card.toml` must hold only {list(CardInfo.model_fields)}: {problems}") from None
 
 
-def _read_training(folder: Path) -> dict | None:
+def _read_training(bundle: Bundle) -> dict | None:
     """Pick what a reader of the recipe wants; losses and training-time acceptance are no measured result."""
-    path = folder / "training.json"
-    if not path.exists():
+    training = bundle.json("training.json")
+    if training is None:
         return None
     try:
-        training = json.loads(path.read_text(encoding="utf-8"))
         config, environment = training["config"], training["environment"]
         optimizer, data = config["optimizer"], config["data"]
         return {
@@ -255,9 +239,9 @@ def _read_training(folder: Path) -> dict | None:
             "versions": environment["versions"],
             "commit": environment["commit"],
         }
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise DSpineHubError(
-            f"`{path.name}` must be what `dspine-hub train` writes, got {type(error).__name__}: {error}."
+            f"`training.json` must be what `dspine-hub train` writes, got {type(error).__name__}: {error}."
         ) from None
 
 

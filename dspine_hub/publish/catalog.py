@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from dspine_hub.errors import DSpineHubError
+from dspine_hub.errors import DSpineHubError, describe_problems
 
 UNKNOWN = "unknown"
 
@@ -255,22 +255,10 @@ def parse_entry(text: str, name: str) -> Entry:
     except tomllib.TOMLDecodeError as error:
         raise DSpineHubError(f"`{place}` must be valid TOML, got: {error}.") from None
     except ValidationError as error:
-        raise DSpineHubError(f"`{place}` must be a catalog entry: {describe(error)}") from None
+        raise DSpineHubError(f"`{place}` must be a catalog entry: {describe_problems(error)}") from None
     if entry.name != name:
         raise DSpineHubError(f"`name` in `{place}` must equal the file's stem, got {entry.name!r}.")
     return entry
-
-
-def describe(error: ValidationError) -> str:
-    """Render the problems pydantic found as one line: key in backticks, rule, value."""
-    parts = []
-    for problem in error.errors():
-        key = ".".join(map(str, problem["loc"]))
-        message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-        value = problem["input"]
-        shown = f", got {value!r}" if isinstance(value, str | int | float | bool | None) else ""
-        parts.append(f"`{key}`: {message}{shown}." if key else f"{message}.")
-    return " ".join(parts)
 
 
 @functools.cache

@@ -1,16 +1,12 @@
 """How two bundles differ: config, tensors, receipts, files."""
 
-import hashlib
-import json
-import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dspine_hub.checkpoints.sources import TensorHeader, read_headers
-from dspine_hub.errors import DSpineHubError
-from dspine_hub.folders import file_sha256
+from dspine_hub.checkpoints.tensors import read_file
+from dspine_hub.folders import hash_files, parse_json, walk
+from dspine_hub.publish.pull import fetch_snapshot
 
 
 @dataclass
@@ -63,10 +59,6 @@ def read_flat(path: Path | None) -> dict:
     """Read a JSON object as dotted key -> value."""
     if path is None:
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DSpineHubError(f"`{path}` must be valid JSON: {error}.") from None
     flat = {}
 
     def visit(prefix, item):
@@ -76,37 +68,39 @@ def read_flat(path: Path | None) -> dict:
         else:
             flat[prefix] = item
 
-    visit("", value)
+    visit("", parse_json(path.read_bytes(), str(path)))
     return flat
 
 
 def _tensors(files: dict[str, Path]) -> dict[str, dict]:
     """Hash every stored tensor by its own bytes, so that moving one to another shard is no change."""
     return {
-        header.name: {"dtype": header.dtype, "shape": list(header.shape), "sha256": _sha256(path, header)}
-        for name, path in files.items()
-        if name.endswith(".safetensors")
-        for header in read_headers(path)
+        name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "sha256": tensor.sha256()}
+        for file, path in files.items()
+        if file.endswith(".safetensors")
+        for name, tensor in read_file(path).items()
     }
 
 
-def _sha256(path: Path, header: TensorHeader) -> str:
-    digest, length = hashlib.sha256(), header.size
-    with path.open("rb") as file:
-        file.seek(header.start)
-        while length and (piece := file.read(min(length, 1 << 20))):
-            digest.update(piece)
-            length -= len(piece)
-    return digest.hexdigest()
+def diff(a: str | Path, b: str | Path, *, token: str | None = None) -> Difference:
+    """Compare config, tensors, receipts and files of two bundles.
+
+    Args:
+        a (`str` or `Path`): A folder, or `org/name`, or `org/name@revision`.
+        b (`str` or `Path`): The other.
+        token (`str`, *optional*): Token instead of the stored one.
+
+    Returns:
+        [`Difference`].
+
+    Raises:
+        DSpineHubError: When one cannot be read.
+    """
+    return compare_folders(*(_local(side, token, f"dspine-hub diff {a} {b}") for side in (a, b)))
 
 
-def walk(folder: Path) -> dict[str, Path]:
-    """List all files of a folder by their paths in it."""
-    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
-    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-
-
-def hash_files(files: dict[str, Path]) -> dict[str, str]:
-    """Hash files."""
-    with ThreadPoolExecutor(max_workers=4) as threads:
-        return dict(zip(files, threads.map(file_sha256, files.values()), strict=True))
+def _local(side: str | Path, token: str | None, command: str) -> Path:
+    if Path(side).is_dir():
+        return Path(side).resolve()
+    repo_id, _, revision = str(side).partition("@")
+    return fetch_snapshot(repo_id, revision, command, token)

@@ -18,9 +18,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from dspine_hub.checkpoints.sources import is_repo_id
 from dspine_hub.errors import DSpineHubError
 
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # what went wrong -> what it means, the command that helps; one line for each
 REMEDIES = {
     400: ("the Hub refused the request as malformed", "{command} --dry-run"),
@@ -47,8 +47,7 @@ SAME_AS_503 = (500, 502, 504)
 
 def check_repo_id(repo_id: str, command: str) -> None:
     """Raise `DSpineHubError` unless a repository can have this name."""
-    bad = not REPO_ID.fullmatch(repo_id) or "--" in repo_id or ".." in repo_id or repo_id.endswith((".git", "-", "."))
-    if bad or len(repo_id.split("/")[1]) > 96:
+    if not is_repo_id(repo_id):
         raise explain("repo-id", repo_id, command.replace(repo_id, "org/name"))
 
 

@@ -12,25 +12,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dspine_hub.checkpoints.pairing import check_pair, read_drafter_config
-from dspine_hub.checkpoints.sources import Source, read_headers
+from dspine_hub.checkpoints.expected import expected_tensors
+from dspine_hub.checkpoints.pairing import check_pair
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.evaluation.canary import agreement, measure_canary
 from dspine_hub.findings import Report
-from dspine_hub.folders import file_sha256
-from dspine_hub.publish.bundle import AUTO_MAP, PICKLES, SHIPPED
+from dspine_hub.publish.bundle import Bundle
+from dspine_hub.publish.shipped import AUTO_MAP, SHIPPED
 
 # an unrelated drafter is accepted about once a round; a right one, on any text, far more often
 CANARY_FLOOR = 1.3
 # rounding flips a rare near tie, another dtype or device a few; a tap one layer off changes far more
 CANARY_AGREEMENT = 0.95
+# made anew or by the Hub after the hashes were taken
+UNHASHED = ("provenance.json", "README.md", ".gitattributes")
 
 
-def verify(
-    folder: str | Path,
-    target: str | Path | None = None,
-    allow_custom_code: bool = False,
-) -> Report:
+def verify(folder: str | Path, target: str | Path | None = None, allow_custom_code: bool = False) -> Report:
     """Check a bundle folder.
 
     Args:
@@ -44,105 +42,99 @@ def verify(
     Raises:
         DSpineHubError: When `folder` is no folder with a config.
     """
-    folder = Path(folder)
-    source = Source(folder)
-    if source.folder is None:
-        raise DSpineHubError(f"`PATH` must be a folder, got `{folder}`. Pull a repository with `dspine-hub pull`.")
+    return verify_bundle(Bundle.read(folder), target, allow_custom_code)
+
+
+def verify_bundle(bundle: Bundle, target: str | Path | None = None, allow_custom_code: bool = False) -> Report:
+    """Check a bundle that may have been read for other purposes already; as [`verify`]."""
     report = Report()
-    check_files(report, folder)
+    report.extend(bundle.refused)
+    check_files(report, bundle)
     try:
-        config = read_drafter_config(source)
+        config = bundle.drafter_config
     except DSpineHubError as error:
         report.add("error", "config", str(error))
         return report
-    check_tensors(report, folder, config)
-    trusted = check_code(report, folder, allow_custom_code)
+    check_tensors(report, bundle, config)
+    trusted = check_code(report, bundle, allow_custom_code)
     if not report.ok:
         return report
     if trusted:
-        check_clean_load(report, folder)
+        check_clean_load(report, bundle.folder)
     if target is None:
         report.add("info", "pair", "the pair and its acceptance were not checked.", "give `--target FOLDER`")
         return report
-    report.extend(check_pair(source, target))
+    report.extend(check_pair(bundle.folder, target))
     if report.ok and trusted:
-        check_canary(report, folder, target)
+        check_canary(report, bundle, target)
     return report
 
 
-def check_files(report: Report, folder: Path) -> None:
-    """Compare the files with `provenance.json`; refuse pickles."""
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    for name in sorted(files):
-        if name.lower().endswith(PICKLES):
-            report.add("error", "pickle", f"`{name}` must not be published: pickles run code.", "store safetensors")
-    provenance = Source(folder).read_json("provenance.json")
-    if provenance is None or not isinstance(provenance.get("files"), dict):
-        report.add(
-            "error",
-            "provenance",
-            "`provenance.json` must list a hash of every file, got none.",
-            "run dspine-hub bundle",
-        )
+def check_files(report: Report, bundle: Bundle) -> None:
+    """Compare the files with `provenance.json`."""
+    try:
+        listed = (bundle.provenance or {}).get("files")
+    except DSpineHubError as error:
+        report.add("error", "provenance", str(error), "run dspine-hub bundle")
         return
-    listed = provenance["files"]
-    for name in sorted(set(listed) - set(files)):
+    if not isinstance(listed, dict):
+        message = "`provenance.json` must list a hash of every file, got none."
+        report.add("error", "provenance", message, "run dspine-hub bundle")
+        return
+    for name in sorted(set(listed) - set(bundle.files)):
         report.add("error", "missing-file", f"`{name}` is listed in `provenance.json` and must exist.")
-    # made anew or by the Hub after the hashes were taken
-    unlisted = set(files) - set(listed) - {"provenance.json", "README.md", ".gitattributes"}
-    for name in sorted(unlisted):
+    for name in sorted(set(bundle.files) - set(listed) - set(UNHASHED)):
         report.add("error", "unlisted-file", f"`{name}` must be listed in `provenance.json`, got no hash for it.")
-    for name in sorted(set(listed) & set(files) - {"README.md"}):
-        digest = file_sha256(files[name])
+    for name in sorted(set(listed) & set(bundle.files) - set(UNHASHED)):
+        digest = bundle.files[name].sha256
         if digest != listed[name]:
             message = f"`{name}` must have the sha256 {listed[name][:12]} of `provenance.json`, got {digest[:12]}."
             report.add("error", "hash", message, "bundle the checkpoint again, or restore the file")
 
 
-def check_tensors(report: Report, folder: Path, config) -> None:
+def check_tensors(report: Report, bundle: Bundle, config) -> None:
     """Compare index, shards, names, shapes and values with what the config asks for."""
-    import torch
-    from safetensors import safe_open
-
-    from dspine_hub.checkpoints.expected import expected_tensors
-
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        report.add("error", "weights", f"`{folder}` must hold safetensors weights, got none.")
+    if not bundle.weights:
+        report.add("error", "weights", f"`{bundle.folder}` must hold safetensors weights, got none.")
         return
     try:
-        found = {header.name: (header, path) for path in paths for header in read_headers(path)}
+        scans = {name: file.scan for name, file in bundle.weights.items()}
     except DSpineHubError as error:
         report.add("error", "weights", str(error))
         return
-    _check_index(report, folder, {name: path.name for name, (_, path) in found.items()})
+    found = {name: tensor for scan in scans.values() for name, tensor in scan.tensors.items()}
+    _check_index(report, bundle, {name: file for file, scan in scans.items() for name in scan.tensors})
     expected = expected_tensors(config)
     for name in sorted(set(expected) - set(found)):
         report.add("error", "missing-tensor", f"`{name}` must be stored, shape {list(expected[name])}.")
     for name in sorted(set(found) - set(expected)):
-        header = found[name][0]
-        report.add("error", "unknown-tensor", f"`{name}` {list(header.shape)} is no tensor of a drafter like this.")
+        shape = list(found[name].shape)
+        report.add("error", "unknown-tensor", f"`{name}` {shape} is no tensor of a drafter like this.")
     for name in sorted(set(found) & set(expected)):
-        header, path = found[name]
-        if header.shape != expected[name]:
-            message = f"`{name}` must have shape {list(expected[name])}, got {list(header.shape)}."
+        if found[name].shape != expected[name]:
+            message = f"`{name}` must have shape {list(expected[name])}, got {list(found[name].shape)}."
             report.add("error", "shape", message)
-            continue
-        with safe_open(path, framework="pt") as weights:
-            tensor = weights.get_tensor(name)
-        # not every small dtype can be asked
-        finite = torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor)
-        if not bool(finite.all()):
-            bad = int((~finite).sum())
-            report.add(
-                "error", "finite", f"`{name}` must hold finite numbers, got {bad} of {tensor.numel()} that are not."
-            )
-        if name == "transfer_ready" and not bool(tensor):
-            report.add("error", "transfer-space", "`transfer_ready` must be true, got false: it was never trained.")
+    for scan in scans.values():
+        _check_values(report, scan)
 
 
-def _check_index(report: Report, folder: Path, owner: dict[str, str]) -> None:
-    index = Source(folder).read_json("model.safetensors.index.json")
+def _check_values(report: Report, scan) -> None:
+    for name, bad in sorted(scan.not_finite.items()):
+        count = 1
+        for size in scan.tensors[name].shape:
+            count *= size
+        message = f"`{name}` must hold finite numbers, got {bad} of {count} that are not."
+        report.add("error", "finite", message)
+    if scan.flags.get("transfer_ready") is False:
+        report.add("error", "transfer-space", "`transfer_ready` must be true, got false: it was never trained.")
+
+
+def _check_index(report: Report, bundle: Bundle, owner: dict[str, str]) -> None:
+    try:
+        index = bundle.weight_map
+    except DSpineHubError as error:
+        report.add("error", "index", str(error))
+        return
     if index is None:
         if set(owner.values()) != {"model.safetensors"}:
             message = (
@@ -150,27 +142,26 @@ def _check_index(report: Report, folder: Path, owner: dict[str, str]) -> None:
             )
             report.add("error", "index", message)
         return
-    if index.get("weight_map") != owner:
-        wrong = sorted(set((index.get("weight_map") or {}).items()) ^ set(owner.items()))
+    if index != owner:
+        wrong = sorted(set(index.items()) ^ set(owner.items()))
         report.add(
             "error", "index", f"`weight_map` must name the shard of every tensor, got {len(wrong)} differences."
         )
 
 
-def check_code(report: Report, folder: Path, allow_custom_code: bool) -> bool:
+def check_code(report: Report, bundle: Bundle, allow_custom_code: bool) -> bool:
     """Compare the modelling code with this release's; returns whether it may run."""
-    auto_map = Source(folder).config().get("auto_map")
+    auto_map = bundle.config.get("auto_map")
     if auto_map != AUTO_MAP:
         report.add("error", "auto-map", f"`auto_map` must be {AUTO_MAP}, got {auto_map}: code comes from this folder.")
         return False
     same = True
-    extra = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - set(SHIPPED)
+    extra = {name for name in bundle.files if name.endswith(".py")} - set(SHIPPED)
     for name in sorted({*SHIPPED, *extra}):
-        path = folder / name
-        theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
-        ours = SHIPPED[name].read_text(encoding="utf-8") if name in SHIPPED else ""
-        if theirs == ours and path.is_file():
+        theirs, ours = bundle.text(name), SHIPPED[name].read_text(encoding="utf-8") if name in SHIPPED else ""
+        if theirs == ours:
             continue
+        theirs = theirs or ""
         same = False
         changes = difflib.unified_diff(
             ours.splitlines(), theirs.splitlines(), f"release/{name}", name, lineterm="", n=1
@@ -210,10 +201,10 @@ def check_clean_load(report: Report, folder: Path) -> None:
         )
 
 
-def check_canary(report: Report, folder: Path, target: str | Path) -> None:
+def check_canary(report: Report, bundle: Bundle, target: str | Path) -> None:
     """Compare drafts on the canary prompts with those recorded at publishing, and acceptance with a floor."""
     try:
-        canary = measure_canary(folder, target)
+        canary = measure_canary(bundle.folder, target)
     except DSpineHubError as error:
         report.add("error", "canary", str(error))
         return
@@ -222,7 +213,7 @@ def check_canary(report: Report, folder: Path, target: str | Path) -> None:
     if tau < CANARY_FLOOR:
         message = f"acceptance length on the canary prompts must be at least {CANARY_FLOOR}, got {tau:.2f}."
         report.add("error", "canary", message, advice)
-    recorded = (Source(folder).read_json("provenance.json").get("canary") or {}).get("drafts")
+    recorded = ((bundle.provenance or {}).get("canary") or {}).get("drafts")
     if recorded is None:
         report.add("info", "canary", f"acceptance length on the canary prompts is {tau:.2f}; no drafts were recorded.")
         return

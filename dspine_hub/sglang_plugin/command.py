@@ -75,13 +75,12 @@ def launch_command(target: str, drafter: str, flags: list[str] | tuple[str, ...]
 
 
 def _context_length(target: str, revision: str | None, flags) -> int | None:
-    from dspine_hub.checkpoints.sources import Source
+    from dspine_hub.checkpoints.targets import TargetFiles
 
     given = _value(flags, "--context-length")
     if given is not None and given.isdigit():
         return int(given)
-    whole = Source(target, revision).config()
-    return {**whole, **(whole.get("text_config") or {})}.get("max_position_embeddings")
+    return TargetFiles(target, revision).text.get("max_position_embeddings")
 
 
 def _value(flags, name: str) -> str | None:

@@ -5,6 +5,7 @@ import logging
 from dspine_hub.checkpoints.pairing import check_config
 from dspine_hub.checkpoints.settings import read_settings
 from dspine_hub.checkpoints.sources import Source
+from dspine_hub.checkpoints.targets import TargetFiles
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 
@@ -63,13 +64,11 @@ def check_pair_of(server_args) -> None:
             f"{raw['quantization_config'].get('quant_method')!r}: SGLang runs drafters in the engine's dtype. Serve "
             "the bundle it was quantised from."
         )
-    report = check_config(drafter_config(raw), raw, Source(server_args.model_path, server_args.revision))
+    report = check_config(drafter_config(raw), raw, TargetFiles(server_args.model_path, server_args.revision))
     for finding in report.findings:
         if finding.severity == "warning":
             logger.warning(f"{ALGORITHM}: {finding.message}")
-    if not report.ok:
-        problems = "\n".join(line for line in report.lines() if line.startswith("error"))
-        raise DSpineHubError(f"`{path}` does not fit `{server_args.model_path}`:\n{problems}")
+    report.raise_for_errors(f"`{path}` does not fit `{server_args.model_path}`")
 
 
 def resolve_arguments(server_args) -> None:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from dspine_hub.checkpoints.loading import cast_for_storage
-from dspine_hub.checkpoints.pairing import describe_target
+from dspine_hub.checkpoints.targets import LoadedTarget
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.environment import describe_environment
 from dspine_hub.errors import DSpineHubError
@@ -33,7 +33,7 @@ from dspine_hub.training.objective import CausalLMObjective, DSpineObjective
 def new_drafter(config: TrainConfig, target, tokenizer) -> DSpineForSpeculation:
     """Create an untrained drafter for a target; what both must share is taken from the target."""
     text = target.config.get_text_config()
-    facts = describe_target(target, tokenizer, str(config.model.get("target_id", config.target)))
+    facts = LoadedTarget(target, tokenizer).record(str(config.model.get("target_id", config.target)))
     fields = {name: value for name, value in config.model.items() if name != "target_id"}
     drafter = DSpineForSpeculation(
         DSpineConfig(
