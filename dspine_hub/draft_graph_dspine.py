@@ -99,10 +99,8 @@ class _Capture:
             self.context,
             positions,
             mask[None, None],
-            None,
+            drafter.injection.from_tables(self.tables, self.anchor),
             _CapturedRows(self.keys, self.values, torch.cat((behind, block))),
-            anchor=self.anchor,
-            tables=self.tables,
         )
         return drafter.choose(output, self.anchor, self.temperature, self.uniforms, self.tables)
 
@@ -143,7 +141,7 @@ class CompiledDraft:
         if max_length <= self.block:
             raise ValueError(f"`max_length` must exceed `block_size` = {self.block}, got {max_length}.")
         self.drafter, self.max_length, self.batch_sizes = drafter, max_length, tuple(batch_sizes)
-        self.tables = drafter.tables()
+        self.tables = drafter.prepare()
         self._caches: dict[int, GraphContextCache] = {}
         with torch.no_grad():
             self._captures = {

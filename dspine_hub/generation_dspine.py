@@ -169,10 +169,10 @@ class _Text:
     Length and end tokens are judged as integers; any other criterion is asked after every token, as in plain decoding.
     """
 
-    def __init__(self, input_ids: torch.Tensor, criteria: StoppingCriteriaList, streamer):
+    def __init__(self, input_ids: torch.Tensor, criteria: StoppingCriteriaList, streamer, on_round):
         self.ids = input_ids
         self.stopped = self.full = False
-        self._streamer = streamer
+        self._streamer, self._on_round = streamer, on_round
         self._max_length = None
         self._eos: set[int] = set()
         self._others = StoppingCriteriaList()
@@ -186,54 +186,129 @@ class _Text:
         if streamer is not None:
             streamer.put(input_ids.cpu())
 
-    def append(self, tokens: list[int]) -> list[int]:
-        """Append tokens up to the first that ends the text; returns those appended."""
-        for count, token in enumerate(tokens, 1):
-            self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), dim=1)
-            if self._streamer is not None:
-                self._streamer.put(torch.tensor([token]))
-            self.stopped = token in self._eos or bool(self._others and self._others(self.ids, None).any())
-            self.full = self.ids.shape[1] == self._max_length
-            if self.stopped or self.full:
-                return tokens[:count]
-        return tokens
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow."""
+        return self.stopped or self.full
+
+    def emit(self, drafts: list[int], own: int) -> int:
+        """Append a round's accepted drafts and the target's own token, up to the end of the text.
+
+        Returns:
+            `int`: How many of them were appended.
+        """
+        count = 0
+        for token in (*drafts, own):
+            self._append(token)
+            count += 1
+            if self.ended:
+                break
+        if self._on_round is not None:
+            self._on_round(drafts[:count], own if count > len(drafts) else None)
+        return count
+
+    def _append(self, token: int) -> None:
+        self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), dim=1)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        self.stopped = token in self._eos or bool(self._others and self._others(self.ids, None).any())
+        self.full = self.ids.shape[1] == self._max_length
+
+    def close(self) -> None:
+        """Tell the streamer that the text has ended."""
+        if self._streamer is not None:
+            self._streamer.end()
 
 
-def _process(processors: LogitsProcessorList, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Apply the processors to `[m, V]` logits that all follow `prefix`."""
-    return processors(prefix.expand(logits.shape[0], -1), logits.float())
+class _Target:
+    """The target of one request: its cache, its tapped states, and its distribution after all logits processors."""
 
+    def __init__(self, model, processors: LogitsProcessorList, sample: bool, generator, taps: TapRecorder):
+        self.sample, self.generator, self.taps = sample, generator, taps
+        self._model, self._processors = model, processors
+        # a plain cache keeps every row, so rows of rejected drafts can be taken back also where attention is windowed
+        self._cache = DynamicCache()
+        named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._cache_argument = {named: self._cache}
+        self._rows_at_once = all(isinstance(processor, PREFIX_FREE) for processor in processors)
 
-def _accept(rows: torch.Tensor, draft, start: int, sample: bool, generator) -> tuple[int, int | None]:
-    """Judge drafts `start, start + 1, ...` by processed target rows `[m, V]`.
+    def prefill(self, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Read the prompt `[1, P]`; returns the token that follows it and the tapped states `[1, P, T * H]`."""
+        output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **self._cache_argument)
+        row = self._process(ids, output.logits[0, -1:])
+        return self._choose(torch.softmax(row[0], dim=-1) if self.sample else row[0]), self.taps.take()
 
-    Returns:
-        `tuple` of the accepted count and the target's own token, `None` while every row's draft was accepted.
-    """
-    device = rows.device
-    drafts = draft.tokens[0, start : start + rows.shape[0]].to(device)
-    count = drafts.shape[0]
-    if not sample:
+    def verify(self, ids: torch.Tensor, draft) -> tuple[int, int, torch.Tensor]:
+        """Judge a draft in one pass over `[anchor, drafts]`, and forget the rows of rejected drafts.
+
+        Args:
+            ids (`torch.Tensor` of shape `[1, n]`, int64): The text; its last token is the anchor.
+            draft ([`DSpineDraft`]): Of one request.
+
+        Returns:
+            `tuple` of the accepted count, the target's own token after the accepted drafts, and the tapped states of
+            anchor and accepted drafts, `[1, accepted + 1, T * H]`.
+        """
+        drafts = draft.tokens.to(ids.device)
+        output = self._model(input_ids=torch.cat((ids[:, -1:], drafts), dim=1), use_cache=True, **self._cache_argument)
+        logits, accepted, own = output.logits[0], 0, None
+        while own is None:
+            # a processor that reads the prefix gets the rows one by one, each with the drafts accepted before it
+            count = logits.shape[0] if self._rows_at_once else 1
+            prefix = torch.cat((ids, drafts[:, :accepted]), dim=1)
+            rows = self._process(prefix, logits[accepted : accepted + count])
+            more, own = self._accept(rows, draft, accepted)
+            accepted += more
+        # never by 0, which means "keep nothing" up to transformers 5.16
+        if accepted < drafts.shape[1]:
+            self._cache.crop(accepted - drafts.shape[1])
+        return accepted, own, self.taps.take(accepted + 1)
+
+    def _process(self, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the processors to `[m, V]` logits that all follow `prefix`."""
+        return self._processors(prefix.expand(logits.shape[0], -1), logits.float())
+
+    def _choose(self, scores: torch.Tensor) -> int:
+        """Draw from probabilities `[V]`, or take the best of logits `[V]`."""
+        return int(torch.multinomial(scores, 1, generator=self.generator) if self.sample else scores.argmax())
+
+    def _accept(self, rows: torch.Tensor, draft, start: int) -> tuple[int, int | None]:
+        """Judge drafts `start, start + 1, ...` by processed rows `[m, V]`.
+
+        Returns:
+            `tuple` of the accepted count and the target's own token, `None` while every row's draft was accepted.
+        """
+        if self.sample:
+            return self._accept_sampled(rows, draft, start)
+        drafts = draft.tokens[0, start : start + rows.shape[0]].to(rows.device)
         own = rows.argmax(dim=-1)
-        wrong = (own[:count] != drafts).nonzero()
-        accepted = int(wrong[0]) if wrong.numel() else count
+        accepted = _leading(own[: drafts.shape[0]] == drafts)
         return accepted, int(own[accepted]) if accepted < rows.shape[0] else None
-    p = torch.softmax(rows, dim=-1)
-    q = draft.q[0, start : start + count].to(device)
-    candidates = draft.candidates[0, start : start + count].to(device)
-    p_draft = p[:count].gather(1, drafts[:, None]).squeeze(1)
-    q_draft = (q * (candidates == drafts[:, None])).sum(dim=-1)
-    uniform = torch.rand(count, generator=generator, device=device)
-    wrong = (uniform * q_draft >= p_draft).nonzero()
-    accepted = int(wrong[0]) if wrong.numel() else count
-    if accepted == rows.shape[0]:
-        return accepted, None
-    final = p[accepted]
-    if accepted < count:
-        residual = final.scatter_add(0, candidates[accepted], -q[accepted].to(final.dtype)).clamp_(min=0)
-        # p and q may agree up to rounding; then the residual is noise and p itself is right
-        final = residual if bool(residual.sum() > 0) else final
-    return accepted, int(torch.multinomial(final, 1, generator=generator))
+
+    def _accept_sampled(self, rows: torch.Tensor, draft, start: int) -> tuple[int, int | None]:
+        """Accept `d` with `min(1, p(d) / q(d))`; on a rejection draw from `max(p - q, 0)`."""
+        device, end = rows.device, start + rows.shape[0]
+        drafts, candidates, q = (x[0, start:end].to(device) for x in (draft.tokens, draft.candidates, draft.q))
+        count = drafts.shape[0]
+        p = torch.softmax(rows, dim=-1)
+        p_draft = p[:count].gather(1, drafts[:, None]).squeeze(1)
+        q_draft = (q * (candidates == drafts[:, None])).sum(dim=-1)
+        uniform = torch.rand(count, generator=self.generator, device=device)
+        accepted = _leading(uniform * q_draft < p_draft)
+        if accepted == rows.shape[0]:
+            return accepted, None
+        final = p[accepted]
+        if accepted < count:
+            residual = final.scatter_add(0, candidates[accepted], -q[accepted].to(final.dtype)).clamp_(min=0)
+            # p and q may agree up to rounding; then the residual is noise and p itself is right
+            final = residual if bool(residual.sum() > 0) else final
+        return accepted, self._choose(final)
+
+
+def _leading(right: torch.Tensor) -> int:
+    """Count the entries `[m]` before the first that is false."""
+    wrong = (~right).nonzero()
+    return int(wrong[0]) if wrong.numel() else right.shape[0]
 
 
 @torch.no_grad()
@@ -271,58 +346,30 @@ def dspine_decode(
     """
     prefilled = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     _check_request(target, input_ids, generation_config, model_kwargs.get("attention_mask"), prefilled)
-    # a plain cache keeps every row, so rows of rejected drafts can be taken back also where attention is windowed
-    cache = DynamicCache()
-    cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     sample = generation_config.do_sample
     temperature = (1.0 if generation_config.temperature is None else generation_config.temperature) if sample else 0.0
-    prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in logits_processor)
-    text = _Text(input_ids, stopping_criteria, token_streamer)
+    text = _Text(input_ids, stopping_criteria, token_streamer, on_round)
     statistics = DSpineStatistics(slots=drafter.config.block_size - 1)
-    clock = _Clock(input_ids.device)
-    context_cache = drafter.new_cache()
-    device = drafter.device
+    clock, context_cache, device = _Clock(input_ids.device), drafter.new_cache(), drafter.device
 
     with TapRecorder(target, drafter.config.target_layer_ids) as taps:
-        output = target(input_ids=text.ids, use_cache=True, logits_to_keep=1, **{cache_name: cache})
-        row = _process(logits_processor, text.ids, output.logits[0, -1:])
-        own = int(torch.multinomial(torch.softmax(row, dim=-1), 1, generator=generator) if sample else row.argmax())
-        context, drafted = taps.take(), []
-        while True:
-            emitted = text.append([*drafted, own])
-            if statistics.accepted:
-                statistics.lengths.append(len(emitted) if text.stopped else len(drafted) + 1)
-            if on_round is not None:
-                on_round(emitted[: len(drafted)], own if len(emitted) > len(drafted) else None)
-            if text.stopped or text.full:
-                break
-
+        verifier = _Target(target, logits_processor, sample, generator, taps)
+        own, context = verifier.prefill(text.ids)
+        text.emit([], own)
+        while not text.ended:
             clock.mark("draft")
-            anchor = text.ids[:, -1]
-            draft = drafter.draft(context.to(device), anchor.to(device), temperature, generator, context_cache)
+            anchor = text.ids[:, -1].to(device)
+            draft = drafter.draft(context.to(device), anchor, temperature, generator, context_cache)
             clock.mark("verify")
-            block = torch.cat((anchor[None], draft.tokens.to(anchor.device)), dim=1)
-            output = target(input_ids=block, use_cache=True, **{cache_name: cache})
-            logits = output.logits[0]
-            rows = logits.shape[0] if prefix_free else 1
-            accepted, own = 0, None
-            while own is None:
-                prefix = torch.cat((text.ids, block[:, 1 : 1 + accepted]), dim=1)
-                chunk = _process(logits_processor, prefix, logits[accepted : accepted + rows])
-                more, own = _accept(chunk, draft, accepted, sample, generator)
-                accepted += more
-            context = taps.take(accepted + 1)
-            # never by 0, which means "keep nothing" up to transformers 5.16
-            if accepted < draft.tokens.shape[1]:
-                cache.crop(accepted - draft.tokens.shape[1])
-            drafted = block[0, 1 : 1 + accepted].tolist()
-            statistics.accepted.append(accepted)
+            accepted, own, context = verifier.verify(text.ids, draft)
             clock.mark(None)
+            emitted = text.emit(draft.tokens[0, :accepted].tolist(), own)
+            statistics.accepted.append(accepted)
+            statistics.lengths.append(emitted if text.stopped else accepted + 1)
 
     statistics.tokens = text.ids.shape[1] - input_ids.shape[1]
     statistics.draft_seconds, statistics.verify_seconds = clock.seconds("draft"), clock.seconds("verify")
-    if token_streamer is not None:
-        token_streamer.end()
+    text.close()
     if generation_config.return_dict_in_generate:
         return DSpineGenerateOutput(sequences=text.ids, statistics=statistics)
     return text.ids
@@ -415,6 +462,7 @@ def spec_generate(
         generate_kwargs["stopping_criteria"] = criteria
     if not drafter.is_bound_to(target):
         drafter.bind(target)
+    drafter.invalidate_if_changed()
     if tokenizer is not None:
         drafter.check_tokenizer(tokenizer)
     # bound here, since `generate` hands no streamer to a callable

@@ -24,6 +24,7 @@ from .configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fing
 from .draft_graph_dspine import CompiledDraft, GraphContextCache
 from .generation_dspine import spec_generate
 from .kernels import (
+    InjectedBlock,
     InjectionWeights,
     SlotProjection,
     TransferTables,
@@ -209,6 +210,14 @@ class AdjacentInjection(nn.Module):
         shared = self.message.weight, self.receiver_gate.weight, self.predecessor_gate.weight, self.bias
         return InjectionWeights(self.readouts[layer].weight, self.writes[layer].weight, *shared)
 
+    def from_weights(self, anchor_code: torch.Tensor, **teaching) -> "InjectFromWeights":
+        """Return the injection a training pass runs, see [`InjectFromWeights`]."""
+        return InjectFromWeights(self, anchor_code, **teaching)
+
+    def from_tables(self, tables: TransferTables, anchor: torch.LongTensor) -> "InjectFromTables":
+        """Return the injection a drafting pass runs, see [`InjectFromTables`]."""
+        return InjectFromTables(tables, anchor)
+
     def feature(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Read predicted features, `[..., H]` to `[..., R]`."""
         return predicted_feature(hidden, self.readouts[layer].weight)
@@ -228,6 +237,47 @@ class AdjacentInjection(nn.Module):
         predecessor = torch.where(replace[:, None, None], scale * teacher.to(hidden.dtype), predicted)
         written = inject_message(hidden[:, 1:], feature[:, 1:], predecessor, weights)
         return torch.cat((hidden[:, :1], written), dim=1)
+
+
+@dataclass(frozen=True)
+class InjectFromWeights:
+    """The injection of a pass over blocks that is differentiated: by its definition, from the weights themselves.
+
+    Args:
+        injection ([`AdjacentInjection`]): The weights.
+        anchor_code (`torch.Tensor` of shape `[B, R]`): Unit code of every block's anchor.
+        true_codes (`torch.Tensor` of shape `[B, S, R]`, *optional*): Codes of the true predecessors, for training.
+        replaced (`torch.Tensor` of shape `[B]`, bool, *optional*): Blocks that read them, in place of predictions.
+        replaced_layers (`int`): First layers in which they do.
+    """
+
+    injection: AdjacentInjection
+    anchor_code: torch.Tensor
+    true_codes: torch.Tensor | None = None
+    replaced: torch.Tensor | None = None
+    replaced_layers: int = 0
+
+    def __call__(self, state: torch.Tensor, layer: int) -> InjectedBlock:
+        """Inject into blocks `[B, N, H]` after a layer."""
+        taught = (self.true_codes, self.replaced) if layer < self.replaced_layers else ()
+        return InjectedBlock(self.injection(state, self.anchor_code, layer, *taught))
+
+
+@dataclass(frozen=True)
+class InjectFromTables:
+    """The injection of a pass that drafts: the kernels, from prepared tables; not differentiable.
+
+    Args:
+        tables ([`TransferTables`]): Of the drafter.
+        anchor (`torch.Tensor` of shape `[B]`, int64): Token of every block's anchor.
+    """
+
+    tables: TransferTables
+    anchor: torch.LongTensor
+
+    def __call__(self, state: torch.Tensor, layer: int) -> InjectedBlock:
+        """Inject into blocks `[B, N, H]` after a layer; the last also says what the transition needs to know."""
+        return adjacent_injection(state, self.anchor, layer, self.tables)
 
 
 class TransferBasis(nn.Module):
@@ -322,8 +372,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
     A drafter owns neither embedding nor LM head: call [`~DSpineForSpeculation.bind`] with the target, or generate
     with [`~DSpineForSpeculation.spec_generate`], which binds. It is not a language model by itself.
 
-    Set `head_messages` to `False` where memory is short: drafting then does without a table of `V * M` values, see
-    [`transfer_tables`], and computes its rows every round.
+    Set `head_messages` to `False` before the first draft where memory is short: drafting then does without a table of
+    `V * M` values, see [`transfer_tables`], and computes its rows every round.
     """
 
     def __init__(self, config: DSpineConfig):
@@ -345,7 +395,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         self._bound: BoundTarget | None = None
         self._checked_tokenizer = None
         self.head_messages = True
-        self._tables: tuple[tuple, TransferTables] | None = None
+        self._tables: TransferTables | None = None
+        self._prepared_from: list[float] | None = None
         self._compiled: CompiledDraft | None = None
         self.post_init()
 
@@ -425,13 +476,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             codes = transfer_codes(head.weight, *(tensor.to(head.weight.device) for tensor in basis))
             self.transfer_codes = codes.to(self.fc.weight.device)
         self._bound = BoundTarget(embedding, head)
-        self._compiled = None
+        self.invalidate()
         return self
-
-    def _apply(self, *args, **kwargs):
-        # what was prepared or captured points at the tensors that move now
-        self._tables = self._compiled = None
-        return super()._apply(*args, **kwargs)
 
     def check_tokenizer(self, tokenizer) -> None:
         """Raise `ValueError` unless the tokenizer maps ids to the strings recorded in training."""
@@ -485,23 +531,60 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         """Tell whether `bind` already took this very target's modules."""
         return self._bound is not None and self._bound.head is target.get_output_embeddings()
 
-    def tables(self) -> TransferTables:
-        """Return what the operations read at inference, prepared anew when a weight has changed since.
+    # -- what is prepared for drafting -----------------------------------------------------------------------------
+
+    def prepare(self) -> TransferTables:
+        """Return what the operations read at inference, made from the weights and the target's head on the first call.
+
+        Loading, moving, casting and binding a drafter and its return from training forget what was prepared. After
+        any other write to a weight call [`~DSpineForSpeculation.invalidate`]; generation looks for forgotten ones.
 
         Raises:
-            ValueError: When the drafter is unbound.
+            ValueError: When the drafter is unbound, or a number of its weights is not finite.
         """
+        if self._tables is None:
+            *layers, codes, norm, head = self._sources()
+            self._tables = transfer_tables(layers, codes, norm, self.norm.eps, head, self.head_messages)
+            self._prepared_from = self._checksums()
+        return self._tables
+
+    def invalidate(self) -> None:
+        """Forget what was prepared or captured: the weights it was made of are about to change, or have."""
+        self._tables = self._prepared_from = self._compiled = None
+
+    def invalidate_if_changed(self) -> None:
+        """Forget what was prepared when a weight was written to since; sums over every weight tell.
+
+        A permutation of a tensor's numbers keeps its sum and is not seen.
+        """
+        if self._tables is not None and self._prepared_from != self._checksums():
+            self.invalidate()
+
+    def _sources(self) -> list:
         layers = [self.injection.weights(layer) for layer in range(self.config.num_hidden_layers)]
-        head = self.bound().head.weight
-        sources = [*(tensor for layer in layers for tensor in layer), self.transfer_codes, self.norm.weight, head]
-        # a version counts writes in place; tensors made in inference mode have none and are not written to
-        key = (self.head_messages, *((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in sources))
-        if self._tables is None or self._tables[0] != key:
-            tables = transfer_tables(
-                layers, self.transfer_codes, self.norm.weight, self.norm.eps, head, self.head_messages
-            )
-            self._tables = (key, tables)
-        return self._tables[1]
+        return [*layers, self.transfer_codes, self.norm.weight, self.bound().head.weight]
+
+    @torch.no_grad()
+    def _checksums(self) -> list[float]:
+        *layers, codes, norm, head = self._sources()
+        tensors = [*(tensor for layer in layers for tensor in layer), codes, norm, head]
+        return [float(self.head_messages), *(float(tensor.sum(dtype=torch.float32)) for tensor in tensors)]
+
+    def _apply(self, *args, **kwargs):
+        # moved or cast
+        self.invalidate()
+        return super()._apply(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        """As in PyTorch; what was prepared from the weights before is forgotten."""
+        self.invalidate()
+        return super().load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "DSpineForSpeculation":
+        """As in PyTorch; what was prepared is forgotten where the mode changes, since training changes weights."""
+        if mode != self.training:
+            self.invalidate()
+        return super().train(mode)
 
     def new_cache(self, batch: int = 1) -> DSpineContextCache:
         """Return an empty cache for the context rows of `batch` requests of one length.
@@ -540,13 +623,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         context: torch.Tensor,
         position_ids: torch.Tensor,
         mask: torch.Tensor,
-        anchor_code: torch.Tensor | None,
+        inject: InjectFromWeights | InjectFromTables,
         cache=None,
-        anchor: torch.LongTensor | None = None,
-        tables: TransferTables | None = None,
-        teacher: torch.Tensor | None = None,
-        replace: torch.Tensor | None = None,
-        teacher_layers: int = 0,
         output_features: bool = False,
     ) -> DSpineModelOutput:
         """Run packed blocks through all layers.
@@ -556,13 +634,8 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
             context (`torch.Tensor` of shape `[B, n, T * H]`): Tapped target states that are not in `cache` yet.
             position_ids (`torch.Tensor` of shape `[B, n + Q]`, int64): Absolute positions, context first.
             mask (`torch.Tensor` of shape `[B or 1, 1, Q, cached + n + Q]`, bool): `True` where a row may look.
-            anchor_code (`torch.Tensor` of shape `[B * Q / N, R]`, *optional*): Unit codes of the anchors.
+            inject ([`InjectFromWeights`] or [`InjectFromTables`]): What every layer ends with, of `B * Q / N` blocks.
             cache (*optional*): [`DSpineContextCache`] or a transformers cache; gains `n + Q` rows.
-            anchor (`torch.Tensor` of shape `[B * Q / N]`, int64, *optional*), tables ([`TransferTables`], *optional*):
-                Token ids of the anchors and prepared weights, in place of `anchor_code`: faster, not differentiable.
-            teacher (`torch.Tensor` of shape `[B * Q / N, S, R]`, *optional*): Codes of the true predecessors.
-            replace (`torch.Tensor` of shape `[B * Q / N]`, bool, *optional*): Blocks that read `teacher`.
-            teacher_layers (`int`): First layers in which they do.
             output_features (`bool`): Also return the predicted features after every write.
 
         Returns:
@@ -573,23 +646,18 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         theta = self.config.rope_parameters["rope_theta"]
         rotary = rotary_tables(position_ids, self.config.head_dim, theta, hidden.dtype)
         blocks = (-1, self.config.block_size, hidden.shape[-1])
-        features, projection = [], None
+        features = []
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, context, rotary, mask, cache)
-            state = hidden
-            if tables is None:
-                taught = (teacher, replace) if index < teacher_layers else ()
-                hidden = self.injection(state.reshape(blocks), anchor_code, index, *taught)
-            else:
-                hidden, projection, _ = adjacent_injection(state.reshape(blocks), anchor, index, tables)
-            hidden = hidden.reshape(state.shape)
+            state = layer(hidden, context, rotary, mask, cache)
+            injected = inject(state.reshape(blocks), index)
+            hidden = injected.hidden.reshape(state.shape)
             if output_features:
                 features.append(self.injection.feature(hidden, index))
         return DSpineModelOutput(
             last_hidden_state=self.norm(hidden),
             pre_injection_state=state,
             layer_features=tuple(features) if output_features else None,
-            projection=projection,
+            projection=injected.projection,
         )
 
     def forward(
@@ -637,11 +705,15 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         mask = torch.ones(rows, total, dtype=torch.bool, device=device).tril(total - rows)[None, None]
         if attention_mask is not None:
             mask = mask & attention_mask[:, None, None, :].bool()
-        arguments = (noise_embeds, context_hidden_states, position_ids, mask)
-        if torch.is_grad_enabled():
-            return self.run_blocks(*arguments, F.embedding(anchor_ids, self.transfer_codes), cache)
         # never an argument of this method: hooks of quantised and dispatched models rebuild arguments as plain tuples
-        return self.run_blocks(*arguments, None, cache, anchor=anchor_ids, tables=self.tables())
+        inject = self.injector(anchor_ids)
+        return self.run_blocks(noise_embeds, context_hidden_states, position_ids, mask, inject, cache)
+
+    def injector(self, anchor_ids: torch.LongTensor) -> InjectFromWeights | InjectFromTables:
+        """Return the injection of blocks with these anchors `[B]`: from weights where gradients are recorded."""
+        if torch.is_grad_enabled():
+            return self.injection.from_weights(F.embedding(anchor_ids, self.transfer_codes))
+        return self.injection.from_tables(self.prepare(), anchor_ids)
 
     def _anchors_of(self, embeds: torch.Tensor) -> torch.Tensor:
         table = self.bound().embedding.weight
@@ -685,7 +757,7 @@ class DSpineForSpeculation(DSpinePreTrainedModel):
         Raises:
             ValueError: When the drafter is unbound or the temperature negative.
         """
-        device, slots, tables = anchor.device, self.config.block_size - 1, self.tables()
+        device, slots, tables = anchor.device, self.config.block_size - 1, self.prepare()
         greedy = not isinstance(temperature, torch.Tensor) and temperature == 0
         if not isinstance(temperature, torch.Tensor):
             if temperature < 0:

@@ -129,8 +129,8 @@ class Drafter(_Strict):
     Args:
         repo (`str`): Hub repository, or a folder of this repository for the mini pair.
         method (`str`): `dspine`, `dflash`, `dflash2`, `dspark`, `eagle3`.
-        dialect (`str`, *optional*): Layout of its files: `hub` (this package's), `specforge`, `reference`, `z-lab`,
-            `deepspec`, `speculators`.
+        format (`str`, *optional*): Layout of its files: a key of `FORMATS`, or `deepspec`, `speculators`, which nothing
+            here reads.
         block (`int`, *optional*): Block as its own repository counts it; methods differ in whether the anchor counts.
         license (`str`, *optional*): Licence of the weights.
         by (`str`): `official` from the authors of the method or target, else `community`.
@@ -139,7 +139,7 @@ class Drafter(_Strict):
 
     repo: str
     method: Literal["dspine", "dflash", "dflash2", "dspark", "eagle3"]
-    dialect: Literal["hub", "specforge", "reference", "z-lab", "deepspec", "speculators"] | None = None
+    format: Literal["hub", "specforge", "reference", "dflash", "deepspec", "speculators"] | None = None
     block: int | None = None
     license: str | None = None
     by: Literal["official", "community"]

@@ -20,7 +20,9 @@ def probe(drafter):
     mask = torch.ones(rows, context + rows, dtype=torch.bool).tril(context)[None, None]
     positions = torch.arange(context + rows)[None]
     with torch.no_grad():
-        return drafter.run_blocks(embeds, states, positions, mask, code).last_hidden_state
+        return drafter.run_blocks(
+            embeds, states, positions, mask, drafter.injection.from_weights(code)
+        ).last_hidden_state
 
 
 def main(bundle: str, result: str) -> None:

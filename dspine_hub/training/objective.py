@@ -10,6 +10,8 @@ method: arXiv 2609.36173; schedules and defaults are the public recipe's.
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dspine_hub.generation_dspine import TapRecorder
 from dspine_hub.kernels import inject_message, predicted_feature
-from dspine_hub.training.blocks import build_blocks, sample_anchors
+from dspine_hub.training.blocks import Blocks, build_blocks, sample_anchors
 from dspine_hub.training.config import ObjectiveConfig
 
 
@@ -33,6 +35,43 @@ def replacement_probability(step: int, total: int, config: ObjectiveConfig) -> f
     hold, end = config.replacement_hold_ratio, config.replacement_end_ratio
     fraction = (end - step / total) / (end - hold)
     return config.replacement_probability * min(max(fraction, 0.0), 1.0)
+
+
+class TermSums(NamedTuple):
+    """Sums over supervised slots: terms by weight, then slots whose label is a candidate, and the first candidate."""
+
+    backbone_ce: torch.Tensor
+    backbone_l1: torch.Tensor
+    refinement: torch.Tensor
+    alignment: torch.Tensor
+    covered: torch.Tensor
+    first: torch.Tensor
+
+
+class Slots(NamedTuple):
+    """The proposal slots of a batch, one a row.
+
+    Args:
+        final, state (`torch.Tensor` of shape `[m, H]`): Normed states, and those before the last injection.
+        target (`torch.Tensor` of shape `[m, H]`): The target's states that predict the slots.
+        label, predecessor (`torch.Tensor` of shape `[m]`, int64): Token of the slot and of the one before.
+        weight (`torch.Tensor` of shape `[m]`), supervised (`torch.Tensor` of shape `[m]`, bool): What a slot counts.
+        features (`tuple[torch.Tensor]` of shape `[m, R]`): Predicted features after every layer.
+    """
+
+    final: torch.Tensor
+    state: torch.Tensor
+    target: torch.Tensor
+    label: torch.Tensor
+    predecessor: torch.Tensor
+    weight: torch.Tensor
+    supervised: torch.Tensor
+    features: tuple[torch.Tensor, ...]
+
+    def chunks(self, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the columns of at most `rows` slots at a time, features last."""
+        columns = (*self[:-1], *self.features)
+        return zip(*(column.split(rows) for column in columns), strict=True)
 
 
 class DSpineObjective(nn.Module):
@@ -78,114 +117,115 @@ class DSpineObjective(nn.Module):
             (weighted means), `coverage` (share of supervised slots whose label is a candidate), `accuracy` (share
             whose label is the backbone's first choice).
         """
-        drafter, config = self.drafter, self.config
-        bound, model = drafter.bound(), drafter.config
+        config = self.config
         context, last = self.target_states(input_ids)
         anchors, real = sample_anchors(loss_mask, config.anchors, generator)
-        blocks = build_blocks(input_ids, loss_mask, anchors, real, model.block_size)
-        size, slots = model.block_size, model.block_size - 1
-
-        tokens = torch.full_like(blocks.labels, model.mask_token_id)
-        tokens[..., 0] = blocks.labels[..., 0]
-        labels = blocks.labels.flatten(0, 1)  # [B * A, N]
-        codes = F.embedding(labels, drafter.transfer_codes)
-        chance = replacement_probability(step, self.total_steps, config)
-        teaching = self.training and config.injection and chance > 0
-        replace = torch.rand(labels.shape[0], generator=generator, device=labels.device) < chance
-        output = drafter.run_blocks(
-            bound.embedding(tokens.flatten(1)),
-            context,
-            blocks.position_ids,
-            blocks.mask,
-            codes[:, 0],
-            teacher=codes[:, :-1] if teaching else None,
-            replace=replace if teaching else None,
-            teacher_layers=config.replacement_layers if teaching else 0,
-            output_features=config.injection,
-        )
-
-        def rows(states):  # [B, A * N, X] -> [B * A * S, X], anchors dropped
-            return states.unflatten(1, (-1, size))[:, :, 1:].flatten(0, 2)
-
-        weight = torch.exp(-torch.arange(slots, device=labels.device) / config.slot_decay)
-        supervised = blocks.supervised.flatten(0, 1)
-        before = (blocks.anchors[..., None] + torch.arange(slots, device=labels.device)).flatten(1)
-        before = before.clamp(max=input_ids.shape[1] - 1)
-        teacher_state = last.gather(1, before[..., None].expand(-1, -1, last.shape[-1])).flatten(0, 1)
-        columns = [
-            rows(output.last_hidden_state),
-            rows(output.pre_injection_state),
-            teacher_state,
-            labels[:, 1:].flatten(),
-            labels[:, :-1].flatten(),
-            (supervised * weight).flatten(),
-            supervised.flatten(),
-            *[rows(feature) for feature in output.layer_features or ()],
-        ]
+        blocks = build_blocks(input_ids, loss_mask, anchors, real, self.drafter.config.block_size)
+        slots = self._slots(blocks, self._run(blocks, context, step, generator), last)
         # the vocabulary-wide rows are recomputed in the backward pass, chunk by chunk: they dwarf everything else
-        sums = None
-        for chunk in zip(*(column.split(config.rows_per_chunk) for column in columns), strict=True):
-            part = checkpoint(self._terms, *chunk, use_reentrant=False)
-            sums = part if sums is None else sums + part
-        norm = (supervised * weight).sum().clamp_min(1e-6)
-        ce, l1, refinement, alignment = (sums[:4] / norm).unbind()
+        parts = [checkpoint(self._terms, *chunk, use_reentrant=False) for chunk in slots.chunks(config.rows_per_chunk)]
+        sums = TermSums(*map(sum, zip(*parts, strict=True)))
+        weight, count = slots.weight.sum().clamp_min(1e-6), slots.supervised.sum().clamp_min(1)
+        ce, l1 = sums.backbone_ce / weight, sums.backbone_l1 / weight
+        refinement, alignment = sums.refinement / weight, sums.alignment / weight
         loss = config.ce_weight * ce + (1 - config.ce_weight) * l1
         if config.injection:
             loss = loss + refinement + alignment_scale(step, config) * ce.detach() * alignment
-        count = supervised.sum().clamp_min(1)
         metrics = {
             "loss": loss,
             "backbone_ce": ce,
             "backbone_l1": l1,
             "refinement": refinement,
             "alignment": alignment,
-            "coverage": sums[4] / count,
-            "accuracy": sums[5] / count,
+            "coverage": sums.covered / count,
+            "accuracy": sums.first / count,
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    def _terms(self, last, state, teacher_state, labels, predecessors, weight, supervised, *features):
-        """Sum every term over a chunk of rows; returns `[6]`."""
+    def _run(self, blocks: Blocks, context: torch.Tensor, step: int, generator: torch.Generator):
+        """Run the drafter over all blocks; some of them read their true predecessors."""
+        drafter, config = self.drafter, self.config
+        tokens = torch.full_like(blocks.labels, drafter.config.mask_token_id)
+        tokens[..., 0] = blocks.labels[..., 0]
+        codes = F.embedding(blocks.labels.flatten(0, 1), drafter.transfer_codes)  # [B * A, N, R]
+        chance = replacement_probability(step, self.total_steps, config)
+        replaced = torch.rand(codes.shape[0], generator=generator, device=codes.device) < chance
+        teaching = {}
+        if self.training and config.injection and chance > 0:
+            teaching = {
+                "true_codes": codes[:, :-1],
+                "replaced": replaced,
+                "replaced_layers": config.replacement_layers,
+            }
+        return drafter.run_blocks(
+            drafter.bound().embedding(tokens.flatten(1)),
+            context,
+            blocks.position_ids,
+            blocks.mask,
+            drafter.injection.from_weights(codes[:, 0], **teaching),
+            output_features=config.injection,
+        )
+
+    def _slots(self, blocks: Blocks, output, last: torch.Tensor) -> Slots:
+        """Put the slots of all blocks one below the other; `last` holds the target's states `[B, n, H]`."""
+        size, slots = self.drafter.config.block_size, self.drafter.config.block_size - 1
+        labels, supervised = blocks.labels.flatten(0, 1), blocks.supervised.flatten(0, 1)
+
+        def rows(states):  # [B, A * N, X] -> [B * A * S, X], anchors dropped
+            return states.unflatten(1, (-1, size))[:, :, 1:].flatten(0, 2)
+
+        offsets = torch.arange(slots, device=labels.device)
+        # what the target predicts at slot j stands where slot j - 1 is read
+        before = (blocks.anchors[..., None] + offsets).flatten(1).clamp(max=last.shape[1] - 1)
+        return Slots(
+            final=rows(output.last_hidden_state),
+            state=rows(output.pre_injection_state),
+            target=last.gather(1, before[..., None].expand(-1, -1, last.shape[-1])).flatten(0, 1),
+            label=labels[:, 1:].flatten(),
+            predecessor=labels[:, :-1].flatten(),
+            weight=(supervised * torch.exp(-offsets / self.config.slot_decay)).flatten(),
+            supervised=supervised.flatten(),
+            features=tuple(rows(feature) for feature in output.layer_features or ()),
+        )
+
+    def _terms(self, final, state, target, label, predecessor, weight, supervised, *features) -> TermSums:
+        """Sum every term over a chunk of slots, given as columns of [`Slots`]."""
         drafter, config = self.drafter, self.config
         head = drafter.bound().head
         with torch.no_grad():
-            target = head(teacher_state.to(head.weight.dtype)).float().softmax(dim=-1)
-        logits = head(last.to(head.weight.dtype)).float()
+            wanted = head(target.to(head.weight.dtype)).float().softmax(dim=-1)
+        logits = head(final.to(head.weight.dtype)).float()
         log_p = logits.log_softmax(dim=-1)
-        ce = -log_p.gather(1, labels[:, None]).squeeze(1)
-        l1 = (log_p.exp() - target).abs().sum(dim=-1)
+        ce = -log_p.gather(1, label[:, None]).squeeze(1)
+        l1 = (log_p.exp() - wanted).abs().sum(dim=-1)
         candidates = logits.detach().topk(drafter.config.num_candidates, dim=-1).indices
-        covered = candidates == labels[:, None]
+        covered = candidates == label[:, None]
         refinement, alignment = torch.zeros_like(ce), torch.zeros_like(ce)
         if config.injection:
-            refinement = self._refinement(state, predecessors, candidates, covered, target, head.weight)
-            code = F.embedding(labels, drafter.transfer_codes).float()
+            refinement = self._refinement(state, predecessor, candidates, covered, wanted, head.weight)
+            code = F.embedding(label, drafter.transfer_codes).float()
             for feature in features:
                 alignment = alignment + 1 - F.cosine_similarity(feature.float(), code, dim=-1)
-        hit = candidates[:, 0] == labels
-        return torch.stack(
-            [
-                (ce * weight).sum(),
-                (l1 * weight).sum(),
-                (refinement * weight).sum(),
-                (alignment * weight).sum(),
-                (covered.any(dim=-1) & supervised).sum().float(),
-                (hit & supervised).sum().float(),
-            ]
+        return TermSums(
+            backbone_ce=(ce * weight).sum(),
+            backbone_l1=(l1 * weight).sum(),
+            refinement=(refinement * weight).sum(),
+            alignment=(alignment * weight).sum(),
+            covered=(covered.any(dim=-1) & supervised).sum().float(),
+            first=((candidates[:, 0] == label) & supervised).sum().float(),
         )
 
-    def _refinement(self, state, predecessors, candidates, covered, target, head_weight):
+    def _refinement(self, state, predecessor, candidates, covered, wanted, head_weight):
         drafter, config = self.drafter, self.config
-        injection = drafter.injection
-        rank = drafter.config.transfer_rank
-        weights = injection.weights(drafter.config.num_hidden_layers - 1)
+        weights = drafter.injection.weights(drafter.config.num_hidden_layers - 1)
         receiver = predicted_feature(state, weights.readout)
-        predecessor = math.sqrt(rank) * F.embedding(predecessors, drafter.transfer_codes).to(state.dtype)
-        refined = drafter.norm(inject_message(state, receiver, predecessor, weights))
-        candidate_rows = F.embedding(candidates, head_weight)
-        scores = torch.matmul(candidate_rows.float(), refined.float()[..., None]).squeeze(-1)
+        code = F.embedding(predecessor, drafter.transfer_codes).to(state.dtype)
+        feature = math.sqrt(drafter.config.transfer_rank) * code
+        refined = drafter.norm(inject_message(state, receiver, feature, weights))
+        rows = F.embedding(candidates, head_weight)
+        scores = torch.matmul(rows.float(), refined.float()[..., None]).squeeze(-1)
         log_p = scores.log_softmax(dim=-1)
-        wanted = target.gather(1, candidates)
+        wanted = wanted.gather(1, candidates)
         mass = wanted.sum(dim=-1, keepdim=True)
         l1 = (log_p.exp() - wanted / mass.clamp_min(1e-30)).abs().sum(dim=-1)
         l1 = l1 * (mass.squeeze(-1) > config.candidate_mass_threshold)

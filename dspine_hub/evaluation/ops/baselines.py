@@ -7,8 +7,14 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from dspine_hub.evaluation.ops.bench import COPIES, Round, Shape, graph_us
-from dspine_hub.kernels import top_candidates
+from dspine_hub.evaluation.ops.round import Drafter, Round, Shape, run_reference
+from dspine_hub.evaluation.ops.timing import COPIES, graph_us
+from dspine_hub.kernels import (
+    adjacent_injection_reference,
+    candidate_walk_reference,
+    top_candidates,
+    transition_scores_reference,
+)
 
 # public DFlash2 drafters: two taps over groups of 16 channels, codebooks of rank 256
 CONV_TAPS, CONV_GROUP, SELECTOR_RANK = 2, 16, 256
@@ -146,3 +152,13 @@ def cycle(shape: Shape, batch: int, device: str = "cuda", target_layers: int = 3
         return candidates, F.linear(x, head).argmax(dim=-1)
 
     return run
+
+
+def compiled_us(pairs: list[tuple[Drafter, Round]]) -> float:
+    """Time the reference compiled by `torch.compile`; returns microseconds of a round."""
+    torch._dynamo.reset()
+    compiled = [
+        torch.compile(f, fullgraph=True, dynamic=False)
+        for f in (adjacent_injection_reference, transition_scores_reference, candidate_walk_reference)
+    ]
+    return graph_us([lambda d=d, i=i: run_reference(d, i, *compiled) for d, i in pairs])["median"]
