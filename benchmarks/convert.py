@@ -38,11 +38,11 @@ start = time.perf_counter()
 shutil.copytree(source, out)
 """,
     "convert": """
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 import dspine_hub.publish.bundle, dspine_hub.conversion.convert, dspine_hub.modeling_dspine
 import dspine_hub.checkpoints.pairing
 start = time.perf_counter()
-convert_drafter(source, out)
+convert(source, out)
 """,
 }
 REPORT = """
@@ -145,7 +145,7 @@ def run_step(step: str, source: Path, out: Path) -> dict:
 
 def check_equal(source: Path, out: Path) -> None:
     """Stop unless both hold the same tensors, by their bytes."""
-    from dspine_hub.publish.hub import diff
+    from dspine_hub.publish.compare import diff
 
     changes = diff(source, out).tensors
     if changes:

@@ -39,12 +39,12 @@ print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak() -
 STEPS = {
     ("dspine_hub", "push"): """
 from dspine_hub.findings import Report
-from dspine_hub.publish.hub import push
+from dspine_hub.publish.push import push
 start = time.perf_counter()
 push(folder, repo, check=lambda path: Report())
 """,
     ("dspine_hub", "pull"): """
-from dspine_hub.publish.hub import pull
+from dspine_hub.publish.pull import pull
 start = time.perf_counter()
 pull(repo, folder)
 """,
@@ -69,7 +69,7 @@ CLIENTS = ("dspine_hub", "huggingface_hub")
 
 def write_bundle(folder: Path, total: int):
     """Write shards of random bytes with a valid header, a card, an index and the hashes."""
-    from dspine_hub.publish.bundle import file_sha256
+    from dspine_hub.folders import file_sha256
 
     folder.mkdir()
     count, names = max(2, -(-total // SHARD_BYTES)), {}
@@ -103,7 +103,7 @@ def run_step(client: str, step: str, folder: Path, environment: dict) -> dict:
 
 def run_client(client: str, bundle: Path, place: Path) -> dict[str, dict]:
     """Push to an empty Hub, pull back, compare; return what each step reported."""
-    from dspine_hub.publish.bundle import file_sha256
+    from dspine_hub.folders import file_sha256
 
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "hub_server.py"), "0", str(place / "server")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -26,12 +26,12 @@ FORMS = {
 
 def measure(arguments: dict, prompts: list[str]) -> dict:
     """Convert, decode, compare with plain decoding."""
-    from dspine_hub.api import convert_drafter
+    from dspine_hub.api import convert
     from dspine_hub.evaluation.pair import Pair, compare
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "bundle"
-        convert_drafter(MINI / "drafter", folder, target=MINI / "target", **arguments)
+        convert(MINI / "drafter", folder, target=MINI / "target", **arguments)
         result = compare(Pair(MINI / "target", folder), prompts, NEW_TOKENS)
         if not result["identical"]:
             raise SystemExit(f"{arguments}: a text differs from plain decoding")

@@ -284,11 +284,23 @@ def texts(obj, tokens, levels, tp, repeats):
     median of the repeats.
     """
     run, prompts = obj["run"], humaneval(obj["prompts"], obj["limit"])
+    found = measure_texts(run, obj["drafter"], prompts, tokens, levels, tp, repeats)
+    table = compare_levels(prompts, found["plain"], found["dspine"])
+    if not table:
+        raise click.ClickException("no level was finished: nothing to compare.")
+    dtype = run.overrides.get("dtype", "bfloat16")
+    save(obj["out"], texts_report(found, table, len(prompts), tokens, dtype, tp))
+
+
+def measure_texts(
+    run: Run, drafter: Path, prompts: list[list[int]], tokens: int, levels: tuple[int, ...], tp: int, repeats: int
+) -> dict[str, dict[int, dict]]:
+    """Decode all prompts with every engine at every concurrency; returns engine -> concurrency -> what it did."""
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     step = {"kind": "generate", "prompts": prompts, "sampling": sampling, "keep": True}
-    backbone = backbone_of(obj["drafter"], run.scratch / "backbone")
+    backbone = backbone_of(drafter, run.scratch / "backbone")
     kinds = ("plain", "dspine", "dflash")[: 3 if tp == 1 else 2]
-    arguments = {kind: {"tp_size": tp, **pair_arguments(kind, obj["drafter"], backbone)} for kind in kinds}
+    arguments = {kind: {"tp_size": tp, **pair_arguments(kind, drafter, backbone)} for kind in kinds}
     found = {kind: {} for kind in kinds}
     with kept(), run.engines(arguments) as engines:
         for level in levels:
@@ -303,33 +315,43 @@ def texts(obj, tokens, levels, tp, repeats):
             for kind in kinds:
                 seconds = statistics.median(turn[kind]["seconds"] for turn in done)
                 found[kind][level] = {**done[0][kind], "seconds": seconds}
-    plain, table = found["plain"], []
-    for level, ours in found["dspine"].items():
-        row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], ours["ids"])}
-        row["tau"] = tau(ours["rounds"], ours["ids"])
+    return found
+
+
+def compare_levels(prompts: list[list[int]], plain: dict[int, dict], ours: dict[int, dict]) -> list[dict]:
+    """Compare the drafter's texts with plain decoding's at the same concurrency, and plain decoding with itself."""
+    table = []
+    for level, one in ours.items():
+        row = {"concurrency": level, **compare_texts(prompts, plain[level]["ids"], one["ids"])}
+        row["tau"] = tau(one["rounds"], one["ids"])
         # what summing in another order does by itself: plain decoding beside other requests, and beside none
-        if level != levels[0]:
-            row["plain_beside_plain"] = compare_texts(prompts, plain[levels[0]]["ids"], plain[level]["ids"])
+        first = next(iter(plain))
+        if level != first:
+            row["plain_beside_plain"] = compare_texts(prompts, plain[first]["ids"], plain[level]["ids"])
         table.append(row)
-    if not table:
-        raise click.ClickException("no level was finished: nothing to compare.")
+    return table
+
+
+def texts_report(found: dict, table: list[dict], prompts: int, tokens: int, dtype: str, tp: int) -> dict:
+    """Return the parts of the result file that the texts fill."""
     result = {
-        "prompts": len(prompts),
+        "prompts": prompts,
         "max_new_tokens": tokens,
-        "dtype": run.overrides.get("dtype", "bfloat16"),
+        "dtype": dtype,
         "equal": min(row["equal"] for row in table),
         "largest_gap": max(row["largest_gap"] for row in table),
         "by_concurrency": table,
     }
-    name = "greedy" if result["dtype"] == "bfloat16" else f"greedy_{result['dtype']}"
+    name = "greedy" if dtype == "bfloat16" else f"greedy_{dtype}"
     part = {name if tp == 1 else f"{name}_tp{tp}": result}
     if "greedy" in part:
         part["tau"] = {"sglang": table[0]["tau"]}
         speeds = {kind: {n: one["tokens"] / one["seconds"] for n, one in done.items()} for kind, done in found.items()}
         part["throughput"] = [
-            {"concurrency": level, **{kind: speed[level] for kind, speed in speeds.items()}} for level in plain
+            {"concurrency": level, **{kind: speed[level] for kind, speed in speeds.items()}}
+            for level in found["plain"]
         ]
-    save(obj["out"], part)
+    return part
 
 
 @main.command("tau")
@@ -341,11 +363,11 @@ def transformers_tau(obj, tokens, dtype):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from dspine_hub.checkpoints.loading import load_drafter_checkpoint
+    from dspine_hub.checkpoints.loading import load_bound
 
     device, kind = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, dtype)
     target = AutoModelForCausalLM.from_pretrained(MINI / "target", dtype=kind).to(device).eval()
-    drafter = load_drafter_checkpoint(obj["drafter"]).to(device, kind).bind(target)
+    drafter = load_bound(obj["drafter"], target)
     rounds, texts = [], []
     for ids in humaneval(obj["prompts"], obj["limit"]):
         if time.monotonic() > obj["run"].end:
