@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from hub_server import Blob, HubServer, _Handler, copy_repository
 from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
+from loopback_hub import Blob, HubServer, Writing, copy_repository
 from safetensors.torch import load_file, save_file
 from test_receipts import RECEIPT
 
@@ -391,13 +391,13 @@ def test_ignore_file_of_the_repository_leaves_nothing_out(server, folder):
 
 def test_commit_that_holds_other_files_is_not_tagged(server, folder, monkeypatch):
     """Catches a release taken for good because the Hub said 200."""
-    apply = _Handler._apply
+    apply = Writing._apply
 
     def forget_one(handler, tree, key, value):
         if value["path"] != "config.json":
             apply(handler, tree, key, value)
 
-    monkeypatch.setattr(_Handler, "_apply", forget_one)
+    monkeypatch.setattr(Writing, "_apply", forget_one)
     with pytest.raises(DSpineHubError, match=r"got others at commit \w{12}: \['config.json'\]"):
         hub.push(folder, REPO, tag="v1", check=passes)
     assert server.repositories[REPO].tags == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import build_target
-from hub_server import HubServer
+from loopback_hub import HubServer
 from test_hub import MINI, environment, run
 from test_hub import REPO as NAME
 

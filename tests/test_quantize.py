@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import HubServer
+from loopback_hub import HubServer
 from overlays import OVERLAYS
 from safetensors.torch import load_file
 from test_bundle import OVERLAY_FOLDER, run_loader

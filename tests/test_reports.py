@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import build_drafter, drafts_with_errors, target_record
-from hub_server import HubServer
+from loopback_hub import HubServer
 from overlays import OVERLAYS
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
