@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from oracle import transfer_codes
+from helpers.oracle import transfer_codes
 from safetensors.torch import save_file
 
 SIZES = {

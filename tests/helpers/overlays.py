@@ -4,6 +4,7 @@
 what a release pins differently is installed beside it.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ OVERLAYS = {
     "5.17.0": ["huggingface_hub==1.33.0"],
     "5.19.0": [],
 }
+
+# where they are installed, as `make test` says; tests that need them are skipped without it
+OVERLAY_FOLDER = os.environ.get("DSPINE_OVERLAYS")
 
 
 def install(folder: Path) -> None:
