@@ -36,7 +36,7 @@ def parse_json(text: str | bytes, place: str) -> dict:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise DSpineHubError(f"`{place}` must be valid JSON, got: {error}.") from None
+        raise DSpineHubError(f"`{place}` must be valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise DSpineHubError(f"`{place}` must be a JSON object, got {type(value).__name__}.")
     return value

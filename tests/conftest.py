@@ -16,7 +16,7 @@ from helpers.paths import MINI
 from helpers.scripted import ScriptedDraft
 from helpers.tiny import build_drafter, build_target
 
-from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.build import build_bundle
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dspine_hub.publish.bundle import SHIPPED
+from dspine_hub.publish.shipped import SHIPPED
 
 THIRD_PARTY = {"torch", "triton", "transformers", "huggingface_hub"}
 # the pattern by which transformers finds relative imports, in docstrings and comments too

@@ -46,7 +46,7 @@ class Source:
     def read_json(self, name: str) -> dict | None:
         """Read a JSON object, or return `None` when the file is not there."""
         path = self.file(name)
-        return None if path is None else parse_json(path.read_bytes(), f"{name}` of `{self.name}")
+        return None if path is None else parse_json(path.read_bytes(), f"{self.name}/{name}")
 
     def config(self) -> dict:
         """Read `config.json`, which must be there."""

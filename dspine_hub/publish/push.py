@@ -38,7 +38,7 @@ TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
 class FileEntry:
     """A file of a push and what becomes of it: `new`, `changed`, `unchanged` or `deleted`.
 
-    `unsent` where a check failed, so that the repository was not asked.
+    `unsent` where a check failed or the Hub refused: then nothing would happen to it.
     """
 
     path: str
@@ -150,22 +150,34 @@ def push(
                 f"`{folder}` must pass every check, and nothing was sent",
                 f"See everything with `{command} --dry-run`",
             )
-        result.files = [FileEntry(name, file.size, "unsent") for name, file in bundle.files.items()]
+        result.files = _unsent(bundle.files)
         return result
     # the folder keeps its placeholder: the same bundle may go to several repositories
     files = {**bundle.files, "README.md": MemoryFile("README.md", card.encode())}
-    with readable(repo_id, command, token), hub_bars(progress is not None and uses_xet()):
-        api = client(token)
-        validate_card(api, card, token)
-        seen = look(api, repo_id)
-        plan = make_plan(files, seen, repo_id, private, tag)
-        result.files = list(plan.entries)
+    api = client(token)
+    try:
+        with readable(repo_id, command, token):
+            validate_card(api, card, token)
+            plan = make_plan(files, look(api, repo_id), repo_id, private, tag)
+    except DSpineHubError as error:
         if not dry_run:
-            apply(plan, files, result, api, private=private, pr=pr, message=message, progress=progress)
-            result.tag = tag
-            if collection is not None:
-                patiently(api.add_collection_item, collection, repo_id, "model", exists_ok=True)
+            raise
+        report.add("error", "hub", str(error))
+        result.files = _unsent(files)
+        return result
+    result.files = list(plan.entries)
+    if dry_run:
+        return result
+    with readable(repo_id, command, token), hub_bars(progress is not None and uses_xet()):
+        apply(plan, files, result, api, private=private, pr=pr, message=message, progress=progress)
+        result.tag = tag
+        if collection is not None:
+            patiently(api.add_collection_item, collection, repo_id, "model", exists_ok=True)
     return result
+
+
+def _unsent(files: dict[str, BundleFile]) -> list[FileEntry]:
+    return [FileEntry(name, file.size, "unsent") for name, file in files.items()]
 
 
 def _check_tag(tag: str | None, pr: bool, command: str) -> None:

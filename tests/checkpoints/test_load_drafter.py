@@ -1,4 +1,4 @@
-"""`load_drafter` takes any format, converts once, and binds where it is given a target."""
+"""`load` takes any format, converts once, and binds where it is given a target."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from helpers import checkpoints
 from helpers.converted import WRITERS, block_of
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.api import load_drafter
+from dspine_hub.api import load
 
 
 @pytest.mark.parametrize("kind", ["specforge", "dflash", "hub"])
@@ -25,10 +25,12 @@ def test_load_drafter_takes_any_format_and_converts_once(saved_target, tmp_path,
     source = writer(tmp_path / "source", target)
     # code of others must never run
     (source / "modeling_dspine.py").write_text("raise SystemExit('ran')")
-    calls, real = [], conversion.convert
-    monkeypatch.setattr(conversion, "convert", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    calls, real = [], conversion.write_converted
+    monkeypatch.setattr(
+        conversion, "write_converted", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
     for _ in range(2):
-        drafter = load_drafter(source, target=target if loaded else place)
+        drafter = load(source, target=target if loaded else place)
         assert drafter.is_bound_to(target) and drafter.fc.weight.dtype == target.dtype
         assert len(block_of(drafter, target, 7)[2].tokens[0]) == drafter.config.block_size - 1
     assert len(calls) == (0 if kind == "hub" else 1)
@@ -36,7 +38,7 @@ def test_load_drafter_takes_any_format_and_converts_once(saved_target, tmp_path,
         tensors = load_file(source / "model.safetensors")
         tensors["fc.weight"] = tensors["fc.weight"] * 2
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        again = load_drafter(source, target=target)
+        again = load(source, target=target)
         assert len(calls) == 2
         assert torch.equal(again.fc.weight, 2 * drafter.fc.weight)
 
@@ -47,6 +49,6 @@ def test_load_drafter_without_a_target_is_unbound(saved_target, tmp_path, monkey
 
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     _, target = saved_target
-    drafter = load_drafter(WRITERS["specforge"](tmp_path / "source", target))
+    drafter = load(WRITERS["specforge"](tmp_path / "source", target))
     with pytest.raises(ValueError, match="must be called before a drafter is used"):
         drafter.bound()

@@ -10,6 +10,7 @@ from dspine_hub.checkpoints.loading import load_bundle, load_drafter_checkpoint
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
+from dspine_hub.publish.bundle import Bundle
 from dspine_hub.publish.verify import check_tensors
 
 
@@ -27,7 +28,7 @@ def one_tap_less(folder):
 def refusals(folder, target):
     """What every reader of a bundle says: the checkpoint loader, `verify`, and the load for decoding."""
     report = Report()
-    check_tensors(report, folder, DSpineConfig.from_pretrained(folder))
+    check_tensors(report, Bundle.read(folder), DSpineConfig.from_pretrained(folder))
     with pytest.raises(DSpineHubError) as checkpoint:
         load_drafter_checkpoint(folder)
     with pytest.raises(DSpineHubError) as bundle:

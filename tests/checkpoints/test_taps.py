@@ -10,7 +10,7 @@ from helpers.checkpoints import LAYERS, MASK, TAPS
 from helpers.converted import TEXT, head_of
 from helpers.tiny import target_record
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.checkpoints.formats import TAP_MEANINGS
 from dspine_hub.checkpoints.settings import read_settings, read_taps
 from dspine_hub.conversion.detect import detect
@@ -70,7 +70,7 @@ def test_tap_ids_option_shifts_what_the_config_says(saved_target, tmp_path):
     source = checkpoints.write_specforge(
         tmp_path / "source", head_of(target), dflash_config={"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]}
     )
-    result = convert_drafter(source, tmp_path / "out", target=place, tap_ids="before")
+    result = convert(source, tmp_path / "out", target=place, tap_ids="before")
     assert result.config.target_layer_ids == TAPS and result.config.num_target_layers == LAYERS
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.paths import MINI, ROOT
 
-from dspine_hub.cli import COMMANDS, main
+from dspine_hub.cli import main
 from dspine_hub.cli.demo import JSON_FIELDS
 
 
@@ -24,7 +24,7 @@ def test_entry_points_resolve(name):
     assert script.load() is main
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", main.commands.values(), ids=lambda command: command.name)
 def test_command_is_documented(command):
     """Catches a command without help, without an example, or missing from the README."""
     assert command.help.split("\n")[0].endswith(".")

@@ -12,7 +12,7 @@ from helpers.oracle import Oracle
 from helpers.paths import ROOT
 from safetensors.torch import load_file
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.checkpoints.formats import FORMATS, RULES
 from dspine_hub.checkpoints.loading import load_drafter_checkpoint
 from dspine_hub.folders import file_sha256
@@ -24,7 +24,7 @@ def test_converted_checkpoint_computes_what_the_oracle_computes(saved_target, tm
     """Catches a tensor under another's name, a lost layer, other codes, a wrong block length, tap or mask token."""
     place, target = saved_target
     source = WRITERS[kind](tmp_path / "source", target)
-    convert_drafter(source, tmp_path / "out", target=place, storage=storage)
+    convert(source, tmp_path / "out", target=place, storage=storage)
     drafter = load_drafter_checkpoint(tmp_path / "out").float().bind(target)
     block = 16 if kind.startswith("reference") else checkpoints.BLOCK
     candidates = 16 if kind.startswith("reference") else checkpoints.TOP_K
@@ -46,7 +46,7 @@ def test_backbone_starts_as_itself_run_causally(saved_target, tmp_path):
     place, target = saved_target
     source = checkpoints.write_dflash(tmp_path / "source")
     for name in ("out", "again"):
-        result = convert_drafter(source, tmp_path / name, target=place)
+        result = convert(source, tmp_path / name, target=place)
     assert file_sha256(tmp_path / "out" / "model.safetensors") == file_sha256(tmp_path / "again" / "model.safetensors")
     assert any("runs causally here" in note for note in result.notes)
     drafter = load_drafter_checkpoint(tmp_path / "out").float().bind(target)
@@ -67,8 +67,8 @@ def test_round_trips_keep_every_byte_and_every_setting(saved_target, tmp_path):
     """Catches a way back that casts, drops or rounds, and training settings that do not survive."""
     place, target = saved_target
     first = WRITERS["specforge"](tmp_path / "specforge", target)
-    convert_drafter(first, tmp_path / "hub", target=place)
-    convert_drafter(tmp_path / "hub", tmp_path / "back", to_format="specforge")
+    convert(first, tmp_path / "hub", target=place)
+    convert(tmp_path / "hub", tmp_path / "back", to_format="specforge")
     before, after = load_file(first / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert list(before) == list(after)
     for name, tensor in before.items():
@@ -80,7 +80,7 @@ def test_round_trips_keep_every_byte_and_every_setting(saved_target, tmp_path):
     added |= {"attention_bias", "attention_dropout"}
     assert {key: value for key, value in new.items() if key not in added} == old
     assert set(new) - set(old) == added
-    convert_drafter(tmp_path / "back", tmp_path / "hub-again")
+    convert(tmp_path / "back", tmp_path / "hub-again")
     names = ("model.safetensors", "config.json", "README.md", "provenance.json", "modeling_dspine.py")
     for name in names:
         assert (tmp_path / "hub" / name).read_bytes() == (tmp_path / "hub-again" / name).read_bytes(), name
@@ -90,7 +90,7 @@ def test_early_bundle_is_upgraded(saved_target, tmp_path):
     """Catches an upgrade that leaves old code or a config without the fields of today."""
     place, target = saved_target
     source = WRITERS["hub"](tmp_path / "source", target)
-    convert_drafter(source, tmp_path / "out")
+    convert(source, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["transfer_storage"] == "codes" and config["is_causal"] is True
     assert config["auto_map"]["AutoModel"] == "modeling_dspine.DSpineForSpeculation"
@@ -132,7 +132,7 @@ def test_community_copies_give_the_same_weights(saved_target, tmp_path, change):
     checkpoints.write(tmp_path / "plain", checkpoints.specforge_config(), tensors)
     checkpoints.write(tmp_path / "changed", checkpoints.specforge_config(), change(dict(tensors)))
     for name in ("plain", "changed"):
-        convert_drafter(tmp_path / name, tmp_path / f"{name}-out", target=place)
+        convert(tmp_path / name, tmp_path / f"{name}-out", target=place)
     outs = [file_sha256(tmp_path / f"{name}-out" / "model.safetensors") for name in ("plain", "changed")]
     assert outs[0] == outs[1]
 
@@ -144,7 +144,7 @@ def test_copies_of_the_targets_tables_are_left_out_when_they_are_equal(saved_tar
     table = head_of(target).bfloat16()
     tensors |= {"embed_tokens.weight": table, "lm_head.weight": table.clone()}
     checkpoints.write(tmp_path / "source", checkpoints.specforge_config(), tensors)
-    result = convert_drafter(tmp_path / "source", tmp_path / "out", target=place)
+    result = convert(tmp_path / "source", tmp_path / "out", target=place)
     assert sorted(note.split("`")[1] for note in result.notes) == ["embed_tokens.weight", "lm_head.weight"]
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(load_file(tmp_path / "out" / "model.safetensors"))
 
@@ -155,7 +155,7 @@ def test_source_is_never_modified(saved_target, tmp_path):
     source = WRITERS["reference"](tmp_path / "source", target)
     before = {path: (file_sha256(path), path.stat().st_mtime_ns) for path in source.iterdir()}
     source.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    convert_drafter(source, tmp_path / "out", target=place)
+    convert(source, tmp_path / "out", target=place)
     source.chmod(stat.S_IRWXU)
     assert {path: (file_sha256(path), path.stat().st_mtime_ns) for path in source.iterdir()} == before
 

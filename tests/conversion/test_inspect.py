@@ -40,7 +40,7 @@ from helpers.tiny import build_target
 import dspine_hub
 torch.set_num_threads(1)
 target = build_target()
-drafter = dspine_hub.load_drafter(sys.argv[1], target=target, revision="main")
+drafter = dspine_hub.load(sys.argv[1], target=target, revision="main")
 states = target(torch.tensor([[3, 1, 4]]), output_hidden_states=True).hidden_states
 taps = torch.cat([states[layer + 1] for layer in drafter.config.target_layer_ids], dim=-1)
 print(json.dumps({"drafts": drafter.draft(taps, torch.tensor([7])).tokens[0].tolist()}))

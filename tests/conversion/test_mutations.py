@@ -19,7 +19,7 @@ from helpers.mutations import (
     weights,
 )
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.errors import DSpineHubError
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -297,7 +297,7 @@ def test_mutation_is_refused_with_its_message(saved, tmp_path, change, message):
     before = {path: path.read_bytes() for path in source.iterdir()}
     given = None if "give `--target`" in message else place
     with pytest.raises(DSpineHubError) as error:
-        convert_drafter(source, tmp_path / "out" / "bundle", target=given)
+        convert(source, tmp_path / "out" / "bundle", target=given)
     assert str(error.value).replace(str(source), "SRC") == message
     assert {path: path.read_bytes() for path in source.iterdir()} == before
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
@@ -318,4 +318,4 @@ def test_every_mutation_of_the_list_is_there():
 def test_the_unmutated_checkpoint_is_converted(saved, tmp_path):
     """Catches a table in which everything fails for another reason."""
     place, head = saved
-    convert_drafter(checkpoints.write_specforge(tmp_path / "source", head), tmp_path / "out", target=place)
+    convert(checkpoints.write_specforge(tmp_path / "source", head), tmp_path / "out", target=place)

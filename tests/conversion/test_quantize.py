@@ -16,14 +16,14 @@ from helpers.paths import MINI
 from helpers.receipts import RECEIPT
 from safetensors.torch import load_file
 
-from dspine_hub.api import convert_drafter, load_drafter
+import dspine_hub
+from dspine_hub.api import convert, load
 from dspine_hub.checkpoints.formats import QUANTIZATIONS
 from dspine_hub.conversion.inspection import inspect
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.evaluation.receipts import weights_sha256
 from dspine_hub.findings import Report
-from dspine_hub.publish import hub
-from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.build import build_bundle
+from dspine_hub.publish.bundle import Bundle
 from dspine_hub.publish.verify import verify
 
 # half a step of three mantissa bits; half a step of the 127 that the largest value of a row is cut into
@@ -33,7 +33,7 @@ ROUNDING = {"fp8": 2.0**-4, "int8": 0.5 / 127}
 @pytest.fixture(scope="module", params=list(QUANTIZATIONS))
 def quantised(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("quantised") / request.param
-    convert_drafter(MINI / "drafter", out, quantize=request.param, target=MINI / "target")
+    convert(MINI / "drafter", out, quantize=request.param, target=MINI / "target")
     return request.param, out
 
 
@@ -77,7 +77,7 @@ def test_it_decodes_on_every_supported_transformers(quantised, tmp_path, version
 
 def test_load_drafter_gives_it_in_the_targets_dtype(quantised):
     """Catches a cast of quantised weights, which would read the small numbers as they are."""
-    drafter = load_drafter(quantised[1], target=MINI / "target")
+    drafter = load(quantised[1], target=MINI / "target")
     weight = drafter.layers[0].mlp.gate_proj.weight
     stored = load_file(MINI / "drafter" / "model.safetensors")["layers.0.mlp.gate_proj.weight"].float()
     assert weight.dtype == torch.float32
@@ -96,16 +96,19 @@ def test_push_asks_for_a_receipt_of_these_very_weights(quantised, tmp_path, monk
     (copy / "receipts").mkdir()
     with HubServer(tmp_path / "server") as server:
         use(monkeypatch, server, tmp_path / "cache")
-        for digest, ok in ((weights_sha256(MINI / "drafter"), False), (weights_sha256(copy), True)):
+        for digest, ok in (
+            (Bundle.read(MINI / "drafter").weights_sha256, False),
+            (Bundle.read(copy).weights_sha256, True),
+        ):
             receipt["drafter"]["weights_sha256"] = digest
             (copy / "receipts" / "mini.json").write_text(json.dumps(receipt))
-            report = hub.push(copy, REPO, dry_run=True, check=lambda path: Report()).report
+            report = dspine_hub.push(copy, REPO, dry_run=True, check=lambda path: Report()).report
             assert ("quantised" not in {finding.rule for finding in report.findings}) is ok, report.lines()
         (copy / "receipts" / "mini.json").unlink()
         with pytest.raises(
             DSpineHubError, match="`receipts` must hold a result measured with these quantised weights"
         ):
-            hub.push(copy, REPO, check=lambda path: Report())
+            dspine_hub.push(copy, REPO, check=lambda path: Report())
         assert server.repositories == {}
 
 
@@ -113,11 +116,11 @@ def test_quantised_drafters_are_not_sources(quantised, tmp_path):
     """Catches a drafter quantised twice, and dense weights under a config that calls them quantised."""
     _, folder = quantised
     with pytest.raises(DSpineHubError, match="a quantised source is not converted"):
-        convert_drafter(folder, tmp_path / "out")
+        convert(folder, tmp_path / "out")
     with pytest.raises(DSpineHubError, match="must be unquantised"):
         build_bundle(folder, tmp_path / "out")
     with pytest.raises(DSpineHubError, match="must go with `--to hub`"):
-        convert_drafter(MINI / "drafter", tmp_path / "out", to_format="specforge", quantize="fp8")
+        convert(MINI / "drafter", tmp_path / "out", to_format="specforge", quantize="fp8")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,15 +5,9 @@ import torch
 
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.evaluation.ops.baselines import cycle
-from dspine_hub.evaluation.ops.bench import (
-    Shape,
-    bench_ops,
-    check_round,
-    random_drafter,
-    random_round,
-    round_cost,
-    run_round,
-)
+from dspine_hub.evaluation.ops.bench import bench_ops
+from dspine_hub.evaluation.ops.correctness import check_round
+from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, round_cost, run_round
 
 SMALL = Shape(H=64, R=32, M=16, L=2, N=5, K=8, V=200)
 

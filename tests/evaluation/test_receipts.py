@@ -6,7 +6,8 @@ import pytest
 from helpers.receipts import SAMPLED, build_receipt
 
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.evaluation.receipts import load_receipts, parse_receipt, weights_sha256
+from dspine_hub.evaluation.receipts import parse_receipt
+from dspine_hub.publish.bundle import Bundle
 
 
 def parse(changes=()):
@@ -99,24 +100,24 @@ def test_suites_share_a_protocol():
 
 def test_load_receipts(tmp_path):
     """Catches a folder order that changes the card, and a broken file that is skipped."""
-    assert load_receipts(tmp_path / "receipts") == []
+    assert Bundle.read(tmp_path).receipts == []
     folder = tmp_path / "receipts"
     folder.mkdir()
     for name, suite in (("b", "second"), ("a", "first")):
         (folder / f"{name}.json").write_text(json.dumps(build_receipt({"suite.name": suite})))
-    assert [receipt.suite.name for receipt in load_receipts(folder)] == ["first", "second"]
+    assert [receipt.suite.name for receipt in Bundle.read(folder.parent).receipts] == ["first", "second"]
     (folder / "c.json").write_text("{")
     with pytest.raises(DSpineHubError, match=r"`receipts/c\.json` must be a receipt: Invalid JSON"):
-        load_receipts(folder)
+        _ = Bundle.read(folder.parent).receipts
 
 
 def test_weights_hash(tmp_path):
     """Catches a hash that ignores a shard or its name."""
-    assert weights_sha256(tmp_path) is None
+    assert Bundle.read(tmp_path).weights_sha256 is None
     (tmp_path / "a.safetensors").write_bytes(b"a")
-    one = weights_sha256(tmp_path)
+    one = Bundle.read(tmp_path).weights_sha256
     assert one == "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
     (tmp_path / "b.safetensors").write_bytes(b"b")
-    two = weights_sha256(tmp_path)
+    two = Bundle.read(tmp_path).weights_sha256
     (tmp_path / "b.safetensors").rename(tmp_path / "c.safetensors")
-    assert len({one, two, weights_sha256(tmp_path)}) == 3
+    assert len({one, two, Bundle.read(tmp_path).weights_sha256}) == 3

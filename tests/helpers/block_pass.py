@@ -45,7 +45,7 @@ def block_mask(starts, seen, context, size):
     return mask[None, None]
 
 
-def run_packed(drafter, context, anchors, starts, embeds=None, **kwargs):
+def run_packed(drafter, context, anchors, starts, embeds=None, output_features=False, **teaching):
     """Run blocks anchored at positions `starts` in one pass over `context` `[1, n, T * H]`."""
     size = drafter.config.block_size
     if embeds is None:
@@ -57,6 +57,6 @@ def run_packed(drafter, context, anchors, starts, embeds=None, **kwargs):
         context,
         torch.tensor([positions]),
         block_mask(starts, starts, n, size),
-        drafter.transfer_codes[torch.tensor(anchors)],
-        **kwargs,
+        drafter.injection.from_weights(drafter.transfer_codes[torch.tensor(anchors)], **teaching),
+        output_features=output_features,
     )

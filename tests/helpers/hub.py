@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from dspine_hub.findings import Report
 from dspine_hub.folders import file_sha256
-from dspine_hub.publish.hub_client import blob_id
+from dspine_hub.publish.bundle import git_blob_id
 
 REPO = "org/mini-dspine"
 TOKEN = "hf_owner"
@@ -73,19 +73,20 @@ def assert_holds(server, path, revision="main"):
     assert set(files) - {".gitattributes"} == names_in(path)
     for name in names_in(path):
         blob = files[name]
-        assert blob.etag == (file_sha256(path / name) if blob.sha256 else blob_id((path / name).read_bytes())), name
+        own = file_sha256(path / name) if blob.sha256 else git_blob_id((path / name).read_bytes())
+        assert blob.etag == own, name
 
 
 PUSH = """
 import sys
 from dspine_hub.findings import Report
-from dspine_hub.publish.hub import push
+from dspine_hub import push
 push(sys.argv[1], sys.argv[2], tag="v1", check=lambda folder: Report())
 print("{}")
 """
 
 PULL = """
 import sys
-from dspine_hub.publish.hub import pull
+from dspine_hub import pull
 print('"' + str(pull(sys.argv[1], sys.argv[2], revision="v1")) + '"')
 """

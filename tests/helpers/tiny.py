@@ -5,7 +5,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dspine_hub.configuration_dspine import DSpineConfig, head_fingerprint
 from dspine_hub.modeling_dspine import DSpineForSpeculation
-from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.build import build_bundle
 
 TARGET_SIZES = {
     "vocab_size": 97,

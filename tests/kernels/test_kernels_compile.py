@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspine_hub.evaluation.ops.bench import Shape, random_drafter, random_round, run_round
+from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, run_round
 from dspine_hub.kernels import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
 
 pytestmark = pytest.mark.skipif(

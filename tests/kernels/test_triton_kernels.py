@@ -20,10 +20,10 @@ from helpers.kernel_inputs import (
     weights,
 )
 
-from dspine_hub.evaluation.ops.bench import (
+from dspine_hub.evaluation.ops.correctness import in_double
+from dspine_hub.evaluation.ops.round import (
     Drafter,
     Shape,
-    in_double,
     random_drafter,
     random_round,
     run_reference,

@@ -104,11 +104,11 @@ def test_the_anchor_row_is_never_written(make_drafter, taps):
 
 
 def test_labels_reach_a_block_only_where_replacement_asks_for_them(make_drafter, taps):
-    """Catches labels that leak into inference, into other blocks, or into layers past `teacher_layers`."""
+    """Catches labels that leak into inference, into other blocks, or into layers past `replaced_layers`."""
     drafter = make_drafter()
     context = taps(TEXT, drafter)
     labels = torch.tensor([[15, 92, 65, 35], [35, 89, 79, 32]])
-    teacher = drafter.transfer_codes[labels]
+    codes = drafter.transfer_codes[labels]
 
     def run(**kwargs):
         with torch.no_grad():
@@ -116,11 +116,11 @@ def test_labels_reach_a_block_only_where_replacement_asks_for_them(make_drafter,
 
     plain = run()
     for kwargs in (
-        {"teacher": teacher, "replace": torch.tensor([False, False]), "teacher_layers": 3},
-        {"teacher": teacher, "replace": torch.tensor([True, True]), "teacher_layers": 0},
+        {"true_codes": codes, "replaced": torch.tensor([False, False]), "replaced_layers": 3},
+        {"true_codes": codes, "replaced": torch.tensor([True, True]), "replaced_layers": 0},
     ):
         torch.testing.assert_close(run(**kwargs).last_hidden_state, plain.last_hidden_state, rtol=0, atol=0)
-    one = run(teacher=teacher, replace=torch.tensor([False, True]), teacher_layers=1)
+    one = run(true_codes=codes, replaced=torch.tensor([False, True]), replaced_layers=1)
     assert torch.equal(one.last_hidden_state[:, :5], plain.last_hidden_state[:, :5])
     # slot 1 of a taught block already reads the anchor's code, which is the label before it
     assert torch.equal(one.layer_features[0][:, :7], plain.layer_features[0][:, :7])

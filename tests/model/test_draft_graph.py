@@ -74,14 +74,42 @@ def test_new_weights_or_another_target_drop_the_graph(compiled, target):
 
 def test_tables_follow_the_weights(drafter):
     """Catches drafts from tables of the weights before a training step."""
-    before = drafter.tables()
-    assert drafter.tables() is before
+    before = drafter.prepare()
+    assert drafter.prepare() is before
+    drafter.train()
     with torch.no_grad():
         drafter.injection.message.weight.add_(1)
-    after = drafter.tables()
+    drafter.eval()
+    after = drafter.prepare()
     assert not torch.equal(after.predecessors.values, before.predecessors.values)
+    drafter.load_state_dict(drafter.state_dict())
+    assert drafter.prepare() is not after
+    drafter.invalidate()
     drafter.head_messages = False
-    assert drafter.tables().head_messages is None
+    assert drafter.prepare().head_messages is None
+
+
+@pytest.mark.parametrize("name", ["injection.message.weight", "injection.writes.2.weight", "norm.weight", "codes"])
+@pytest.mark.parametrize("through", ["data", "no_grad"])
+def test_a_request_drafts_from_the_weights_as_they_are(make_drafter, target, name, through):
+    """Catches a write nobody announced, `.data` above all: texts stay right, drafts are those of other weights."""
+    ids, drafters = torch.tensor([TEXT]), []
+    for written in (False, True):
+        drafter = make_drafter()
+        if not written:
+            # prepared with the old weights
+            drafter.spec_generate(target, ids, max_new_tokens=8, temperature=0.0)
+        weight = drafter.transfer_codes if name == "codes" else drafter.get_parameter(name)
+        with torch.no_grad():
+            (weight.data if through == "data" else weight).mul_(-1.5)
+        drafters.append(drafter)
+    seen = [
+        drafter.spec_generate(target, ids, max_new_tokens=24, temperature=0.0, return_dict_in_generate=True)
+        for drafter in drafters
+    ]
+    assert seen[0].statistics.accepted == seen[1].statistics.accepted
+    for mine, theirs in zip(drafters[0].prepare().predecessors, drafters[1].prepare().predecessors, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_changed_weight_is_drafted_from_without_the_graph(compiled, taps):
@@ -91,6 +119,7 @@ def test_a_changed_weight_is_drafted_from_without_the_graph(compiled, taps):
     with torch.no_grad():
         for write in compiled.injection.writes:
             write.weight.mul_(-1)
+    compiled.invalidate_if_changed()
     found = draft(compiled, context[:, 3:5], TEXT[5], cache, seed=5)
     expected = draft(compiled, context[:, :5], TEXT[5], DSpineContextCache(), seed=5)
     assert torch.equal(found.tokens, expected.tokens)
@@ -101,9 +130,10 @@ def test_drafts_without_the_table_of_head_messages_are_the_same(drafter, taps):
     """Catches a setting that drafting does not read, and rows computed otherwise than the table's."""
     context = taps(TEXT, drafter)
     expected = draft(drafter, context[:, :5], TEXT[5], None)
+    drafter.invalidate()
     drafter.head_messages = False
     found = draft(drafter, context[:, :5], TEXT[5], None)
-    assert drafter._tables[1].head_messages is None
+    assert drafter.prepare().head_messages is None
     assert torch.equal(found.tokens, expected.tokens)
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
 

@@ -16,7 +16,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from dspine_hub import modeling_dspine
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.modeling_dspine import DSpineForSpeculation
-from dspine_hub.publish.bundle import AUTO_MAP, SHIPPED
+from dspine_hub.publish.shipped import AUTO_MAP, SHIPPED
 
 # loads folders in a fresh process that hides this package; writes buffers, stray tensors and a copy of each
 LOADER = """

@@ -4,19 +4,13 @@ import pytest
 import torch
 from helpers.paths import MINI
 
-from dspine_hub.evaluation.ops.bench import (
-    COPIES,
-    Shape,
-    check_blocks,
-    check_round,
-    random_drafter,
-    random_round,
-    run_round,
-)
+from dspine_hub.evaluation.ops.correctness import check_blocks, check_round
+from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, run_round
+from dspine_hub.evaluation.ops.timing import COPIES
 from dspine_hub.evaluation.pair import Pair
 from dspine_hub.evaluation.prompts import read_prompts
 from dspine_hub.kernels import top_candidates, use_triton
-from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.build import build_bundle
 
 pytestmark = [
     pytest.mark.gpu,

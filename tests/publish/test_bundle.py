@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import file_sha256
-from dspine_hub.publish.bundle import SHIPPED, build_bundle
+from dspine_hub.publish.build import build_bundle
+from dspine_hub.publish.shipped import SHIPPED
 
 WRITTEN = ("README.md", "card.toml", "provenance.json", "training.json")
 
@@ -140,7 +141,7 @@ def test_failure_while_writing_leaves_no_folder(tmp_path, monkeypatch):
     def fail(config):
         raise OSError("no space left")
 
-    monkeypatch.setattr("dspine_hub.publish.bundle.render_card", fail)
+    monkeypatch.setattr("dspine_hub.publish.build.render_card", fail)
     with pytest.raises(OSError, match="no space left"):
         build_bundle(MINI / "drafter", tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

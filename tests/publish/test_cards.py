@@ -11,13 +11,19 @@ from helpers.paths import MINI
 from helpers.receipts import SAMPLED, build_receipt
 from huggingface_hub import ModelCard
 
-from dspine_hub.cli.card import card
+from dspine_hub.checkpoints.sources import is_repo_id
+from dspine_hub.cli.card import command as card
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.evaluation.receipts import load_receipts
-from dspine_hub.publish.card_checks import check_card, check_folder, claimed_numbers
-from dspine_hub.publish.cards import is_repo_id, render_card
+from dspine_hub.publish import cards
+from dspine_hub.publish.bundle import Bundle
+from dspine_hub.publish.card_checks import check_bundle_card, check_card, claimed_numbers
 
 TARGET = {"id": "Org/Target", "revision": "abc1234", "enable_thinking": False, "chat_template_sha256": "c" * 64}
+
+
+def render_card(folder, repo_id=None):
+    """Render the card of a folder."""
+    return cards.render_card(Bundle.read(folder), repo_id)
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def bundle(tmp_path):
 
 
 def check(folder):
-    return check_card(render_card(folder), load_receipts(folder / "receipts"))
+    return check_card(render_card(folder), Bundle.read(folder).receipts)
 
 
 def errors(report):
@@ -113,12 +119,12 @@ def test_repository_or_path(identifier, expected):
     assert is_repo_id(identifier) is expected
 
 
-def test_existing_folder_is_a_path(tmp_path, monkeypatch):
-    """Catches `runs/target`, which looks like a repository and is a folder."""
+def test_a_repository_is_told_by_its_form_alone(tmp_path, monkeypatch):
+    """Catches a card that depends on what lies in the folder it is rendered in."""
     monkeypatch.chdir(tmp_path)
     assert is_repo_id("runs/target")
     (tmp_path / "runs/target").mkdir(parents=True)
-    assert not is_repo_id("runs/target")
+    assert is_repo_id("runs/target")
 
 
 def test_local_target_has_no_base_model(bundle):
@@ -218,9 +224,9 @@ def test_receipt_of_other_weights_is_reported(bundle):
     """Catches a number that outlived its weights."""
     folder = bundle(receipts=[{}])
     (folder / "README.md").write_text(render_card(folder))
-    assert check_folder(folder).findings == []
+    assert check_bundle_card(Bundle.read(folder)).findings == []
     (folder / "model.safetensors").write_bytes(b"other")
-    assert [finding.rule for finding in check_folder(folder).findings] == ["receipt-weights"]
+    assert [finding.rule for finding in check_bundle_card(Bundle.read(folder)).findings] == ["receipt-weights"]
 
 
 CARD_TOML = {
@@ -267,7 +273,7 @@ def test_edited_card_is_refused(bundle, pattern, new, rule):
     folder = bundle(receipts=[{}])
     text, count = re.subn(pattern, new, render_card(folder), count=1, flags=re.DOTALL)
     assert count == 1
-    assert errors(check_card(text, load_receipts(folder / "receipts"))) == [rule]
+    assert errors(check_card(text, Bundle.read(folder).receipts)) == [rule]
 
 
 def test_receipts_gone_means_numbers_gone(bundle):
@@ -294,7 +300,7 @@ def test_claims_are_found(line, numbers):
 
 
 BAD_FOLDERS = {
-    "missing": (lambda folder: shutil.rmtree(folder), "must be a folder with `config.json`"),
+    "missing": (lambda folder: shutil.rmtree(folder), "must be the folder of a bundle"),
     "no-json": (lambda folder: (folder / "config.json").write_text("{"), "`config.json"),
     "other-model": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3"}'),

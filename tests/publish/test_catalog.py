@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from helpers.paths import ROOT
 
-from dspine_hub.cli.list import list_entries
-from dspine_hub.cli.show import show
+from dspine_hub.cli.list import command as list_entries
+from dspine_hub.cli.show import command as show
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.publish.cards import render_entry
 from dspine_hub.publish.catalog import (

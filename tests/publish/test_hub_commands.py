@@ -5,19 +5,19 @@ import json
 from click.testing import CliRunner
 from helpers.hub import REPO, head
 
-from dspine_hub.cli.pull import pull as pull_command
-from dspine_hub.cli.push import push as push_command
+from dspine_hub.cli.pull import command as pull_command
+from dspine_hub.cli.push import command as push_command
 from dspine_hub.findings import Report
 
 
 def test_push_command_prints_data_on_stdout_only(server, folder, monkeypatch, tmp_path):
     """Catches a script that must parse prose, or a token or bar in its input."""
-    monkeypatch.setattr("dspine_hub.publish.verify.verify", lambda path, target=None: Report())
+    monkeypatch.setattr("dspine_hub.publish.verify.verify_bundle", lambda bundle, target=None: Report())
     runner = CliRunner()
     dry = runner.invoke(push_command, [str(folder), REPO, "--dry-run"])
     assert dry.exit_code == 0, dry.output
     assert "config.json" in dry.stdout and "# A drafter" in dry.stdout and "Nothing was sent." in dry.stdout
-    assert server.requests == []
+    assert "new        config.json" in dry.stdout and REPO not in server.repositories
     result = runner.invoke(push_command, [str(folder), REPO, "--tag", "v1", "--json"])
     table = json.loads(result.stdout)
     assert table["ok"] and table["committed"] and table["tag"] == "v1" and table["commit"] == head(server)

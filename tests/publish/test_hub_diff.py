@@ -10,14 +10,14 @@ from helpers.hub import REPO, passes
 from helpers.receipts import RECEIPT
 from safetensors.torch import load_file, save_file
 
-from dspine_hub.cli.diff import diff as diff_command
+import dspine_hub
+from dspine_hub.cli.diff import command as diff_command
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.publish import hub
 
 
 def test_diff_names_config_tensors_receipts_and_files(server, folder, tmp_path):
     """Catches a difference that is not reported, or a re-sharding reported as new weights."""
-    hub.push(folder, REPO, tag="v1", check=passes)
+    dspine_hub.push(folder, REPO, tag="v1", check=passes)
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "config.json").write_text(json.dumps({"block_size": 16, "target": {"id": "Qwen/Qwen3-8B"}, "new": 1}))
@@ -27,7 +27,7 @@ def test_diff_names_config_tensors_receipts_and_files(server, folder, tmp_path):
         path.unlink()
     merged = {**tensors[0], "layers.1.weight": tensors[1]["layers.1.weight"] + 1, "extra": torch.zeros(2, 3)}
     save_file(merged, other / "model.safetensors")
-    result = hub.diff(f"{REPO}@v1", other)
+    result = dspine_hub.diff(f"{REPO}@v1", other)
     assert result.config == {"block_size": [8, 16], "new": [None, 1]}
     assert result.receipts == {"receipts/mini.json": {"date": [RECEIPT["date"], "2026-12-24"]}}
     assert set(result.tensors) == {"layers.1.weight", "extra"}
@@ -45,4 +45,4 @@ def test_diff_of_damaged_weights_is_readable(folder, tmp_path):
     weights = other / "model-00001-of-00002.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(DSpineHubError, match="must be a complete safetensors file"):
-        hub.diff(folder, other)
+        dspine_hub.diff(folder, other)

@@ -8,8 +8,8 @@ from helpers.hub import REPO, passes, seal
 from helpers.tiny import tiny_bundle
 from huggingface_hub import snapshot_download
 
+import dspine_hub
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.publish import hub
 
 
 def _link_out(path):
@@ -68,28 +68,28 @@ REFUSED = {
 def test_unfit_folder_is_refused_and_nothing_is_sent(server, folder, change, rule):
     """Catches code or secrets in public, names other systems lose, and a 400 after a long upload (hub#1927)."""
     change(folder)
-    result = hub.push(folder, REPO, dry_run=True, check=passes)
+    result = dspine_hub.push(folder, REPO, dry_run=True, check=passes)
     assert [finding.rule for finding in result.report.findings if finding.severity == "error"] == [rule]
     with pytest.raises(DSpineHubError, match=rf"\[{rule}\]"):
-        hub.push(folder, REPO, check=passes)
+        dspine_hub.push(folder, REPO, check=passes)
     assert server.requests == []
 
 
 def test_hub_refuses_a_card_before_the_repository_exists(server, folder, monkeypatch):
     """Catches metadata only the Hub can judge, judged after the upload."""
     (folder / "README.md").write_text("---\nbase_model: ./local\n---\n")
-    monkeypatch.setattr(hub, "check_folder", lambda folder, card: passes(folder))
+    monkeypatch.setattr("dspine_hub.publish.push.check_bundle_card", lambda bundle, card: passes(bundle))
     with pytest.raises(DSpineHubError, match=r'"base_model" with value "./local" is not valid'):
-        hub.push(seal(folder), REPO, check=passes)
+        dspine_hub.push(seal(folder), REPO, check=passes)
     assert [request.path for request in server.requests] == ["/api/validate-yaml"]
 
 
 def test_cached_snapshot_made_of_links_is_published_as_files(server, folder, tmp_path):
     """Catches link targets sent as text, and the refusal of the folder users have."""
-    hub.push(folder, REPO, check=passes)
+    dspine_hub.push(folder, REPO, check=passes)
     snapshot = Path(snapshot_download(REPO, endpoint=server.url))
     assert (snapshot / "config.json").is_symlink()
-    hub.push(snapshot, "org/copy", check=passes)
+    dspine_hub.push(snapshot, "org/copy", check=passes)
     files = server.repositories["org/copy"].files()
     assert {name: blob.etag for name, blob in files.items()} == {
         name: blob.etag for name, blob in server.repositories[REPO].files().items()
@@ -102,7 +102,7 @@ BAD_ARGUMENTS = {
     "space": ({"repo_id": "org/my drafter"}, "named like `org/name`"),
     "tag-and-pr": ({"tag": "v1", "pr": True}, "exclude each other"),
     "bad-tag": ({"tag": "v 1"}, "`tag` must be a name"),
-    "no-folder": ({"folder": "nowhere"}, "must name a bundle folder"),
+    "no-folder": ({"folder": "nowhere"}, "must be the folder of a bundle"),
 }
 
 
@@ -110,7 +110,7 @@ BAD_ARGUMENTS = {
 def test_bad_argument_is_refused_and_nothing_is_sent(server, folder, fields, match):
     """Catches a typo that becomes a repository."""
     with pytest.raises(DSpineHubError, match=match):
-        hub.push(**{"folder": folder, "repo_id": REPO, "check": passes, **fields})
+        dspine_hub.push(**{"folder": folder, "repo_id": REPO, "check": passes, **fields})
     assert server.requests == []
 
 
@@ -121,16 +121,18 @@ CARDS = {
 
 
 @pytest.mark.parametrize(("edit", "named_by"), CARDS.values(), ids=CARDS)
-def test_push_refuses_a_card_without_license_or_with_numbers_of_nobody(target, tmp_path, monkeypatch, edit, named_by):
+def test_push_refuses_a_card_without_license_or_with_numbers_of_nobody(
+    server, target, tmp_path, monkeypatch, edit, named_by
+):
     """Catches a card that does not say what it must (speculators#1055), or says what nobody measured."""
     # loads in a process of its own, which tests of `verify` cover
     monkeypatch.setattr("dspine_hub.publish.verify.check_clean_load", lambda report, folder: None)
     folder = tiny_bundle(target, tmp_path / "bundle")
     card = (folder / "README.md").read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1)
     (folder / "README.md").write_text(card)
-    sound = hub.push(folder, "org/tiny", dry_run=True).report
+    sound = dspine_hub.push(folder, "org/tiny", dry_run=True).report
     assert sound.ok, sound.lines()
     (folder / "README.md").write_text(edit(card))
-    report = hub.push(folder, "org/tiny", dry_run=True).report
+    report = dspine_hub.push(folder, "org/tiny", dry_run=True).report
     errors = [finding.message for finding in report.findings if finding.severity == "error"]
     assert len(errors) == 1 and named_by in errors[0].lower()

@@ -14,8 +14,8 @@ from helpers.processes import run
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+import dspine_hub
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.publish import hub
 
 
 def test_server_without_xet_names_the_way_around(server, folder, monkeypatch):
@@ -25,7 +25,7 @@ def test_server_without_xet_names_the_way_around(server, folder, monkeypatch):
     with pytest.raises(
         DSpineHubError, match=r"offers no xet storage.*`HF_HUB_DISABLE_XET=1 dspine-hub push \S+ \S+`$"
     ):
-        hub.push(folder, REPO, check=passes)
+        dspine_hub.push(folder, REPO, check=passes)
     assert set(server.repositories[REPO].files()) == {".gitattributes"}
 
 
@@ -41,14 +41,14 @@ def test_xet_round_trip(folder, tmp_path):
         assert server.seen("GET", "/xet-read-token/")
         run(PULL, REPO, tmp_path / "by-http", env={**env, "HF_HUB_DISABLE_XET": "1"}, cwd=tmp_path)
     for place in ("by-xet", "by-http"):
-        assert hub.diff(folder, tmp_path / place).identical
+        assert dspine_hub.diff(folder, tmp_path / place).identical
 
 
 XET = """
 import sys
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.findings import Report
-from dspine_hub.publish.hub import pull, push
+from dspine_hub import pull, push
 what, folder = sys.argv[1:]
 try:
     if what == "push":

@@ -16,8 +16,8 @@ from helpers.paths import MINI
 from helpers.processes import run
 from safetensors.torch import load_file, save_file
 
+import dspine_hub
 from dspine_hub.folders import file_sha256
-from dspine_hub.publish import hub
 from dspine_hub.publish.cards import PLACEHOLDER
 
 OLAH = os.environ.get("DSPINE_OLAH")
@@ -62,7 +62,7 @@ def published(mini_bundle, tmp_path_factory):
     place = tmp_path_factory.mktemp("published")
     with HubServer(place / "server") as server, pytest.MonkeyPatch.context() as monkeypatch:
         use(monkeypatch, server, place / "cache")
-        hub.push(mini_bundle, REPO, tag="v1", check=passes)
+        dspine_hub.push(mini_bundle, REPO, tag="v1", check=passes)
         later = place / "later"
         shutil.copytree(mini_bundle, later)
         with (later / "modeling_dspine.py").open("a") as file:
@@ -70,7 +70,7 @@ def published(mini_bundle, tmp_path_factory):
         tensors = load_file(later / "model.safetensors")
         tensors["norm.weight"] = tensors["norm.weight"] * 1.5
         save_file(tensors, later / "model.safetensors", metadata={"format": "pt"})
-        hub.push(seal(later), REPO, check=passes)
+        dspine_hub.push(seal(later), REPO, check=passes)
         copy_repository(server, REPO, "someone/fork")
         yield server
 
@@ -119,10 +119,10 @@ def test_pull_of_a_tag_passes_verify(published, mini_bundle, tmp_path, monkeypat
     from dspine_hub.publish.verify import verify
 
     use(monkeypatch, published, tmp_path / "cache")
-    pulled = hub.pull(REPO, tmp_path / "pulled", revision="v1")
+    pulled = dspine_hub.pull(REPO, tmp_path / "pulled", revision="v1")
     assert names_in(pulled) == names_in(mini_bundle) | {".gitattributes"}
     # the card alone differs: it names its repository
-    assert set(hub.diff(pulled, mini_bundle).files) == {"README.md"}
+    assert set(dspine_hub.diff(pulled, mini_bundle).files) == {"README.md"}
     assert REPO in (pulled / "README.md").read_text() and PLACEHOLDER not in (pulled / "README.md").read_text()
     report = verify(pulled)
     assert report.ok, report.lines()

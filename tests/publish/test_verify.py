@@ -14,7 +14,8 @@ from dspine_hub.cli import main
 from dspine_hub.evaluation.canary import CANARY_PROMPTS
 from dspine_hub.findings import Report
 from dspine_hub.folders import file_sha256
-from dspine_hub.publish.bundle import build_bundle
+from dspine_hub.publish.build import build_bundle
+from dspine_hub.publish.bundle import Bundle
 from dspine_hub.publish.verify import check_canary, verify
 
 
@@ -162,6 +163,6 @@ def test_a_drafter_that_is_never_accepted_fails_verify(tmp_path, monkeypatch):
     tensors["norm.weight"] = -tensors["norm.weight"]
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
     report = Report()
-    check_canary(report, build_bundle(checkpoint, tmp_path / "bundle"), MINI / "target")
+    check_canary(report, Bundle.read(build_bundle(checkpoint, tmp_path / "bundle")), MINI / "target")
     assert [finding.rule for finding in report.findings if finding.severity == "error"] == ["canary"]
     assert "must be at least 1.3, got 1.0" in "\n".join(report.lines())

@@ -23,7 +23,7 @@ from helpers.engine_runs import (
 )
 from helpers.paths import MINI
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 
 pytestmark = NEEDS_ENGINES
 
@@ -155,7 +155,7 @@ def test_a_trainers_export_is_served_with_cached_prefixes(plain, tmp_path):
 
     The second time every prompt is a cached prefix, whose rows the drafter must have kept too.
     """
-    convert_drafter(MINI / "drafter", tmp_path / "export", to_format="specforge")
+    convert(MINI / "drafter", tmp_path / "export", to_format="specforge")
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     # the record of the target is what a trainer's own export lacks
     del config["dspine_hub"]

@@ -6,7 +6,7 @@ import pytest
 from helpers.paths import MINI
 from helpers.serving import server_arguments, trainer_config
 
-from dspine_hub.api import convert_drafter
+from dspine_hub.api import convert
 from dspine_hub.configuration_dspine import DSpineConfig
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.sglang_plugin import startup
@@ -85,6 +85,6 @@ def test_a_trainers_drafter_must_fit_the_target_too(tmp_path, changes, message):
 
 def test_a_quantised_drafter_is_refused(tmp_path):
     """Catches weights of 8 bits that an engine loads as they are, or refuses without a word about the drafter."""
-    convert_drafter(MINI / "drafter", tmp_path / "fp8", quantize="fp8")
+    convert(MINI / "drafter", tmp_path / "fp8", quantize="fp8")
     with pytest.raises(DSpineHubError, match="Serve the bundle it was quantised from"):
         startup.check_pair_of(server_arguments(str(tmp_path / "fp8")))

@@ -111,7 +111,12 @@ def test_packed_blocks_equal_each_block_alone(pair, taps):
     codes = F.embedding(blocks.labels[..., 0].flatten(), drafter.transfer_codes)
     with torch.no_grad():
         packed = drafter.run_blocks(
-            embedding(tokens.flatten(1)), context, blocks.position_ids, blocks.mask, codes, output_features=True
+            embedding(tokens.flatten(1)),
+            context,
+            blocks.position_ids,
+            blocks.mask,
+            drafter.injection.from_weights(codes),
+            output_features=True,
         )
         for row in range(2):
             for block, anchor in enumerate(anchors[row].tolist()):

@@ -11,7 +11,7 @@ import torch
 from helpers.training import TERMS, TINY_DRAFTER, RecordingTrainer, causal_config, drafter_config, read_log
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dspine_hub.checkpoints.pairing import describe_target
+from dspine_hub.checkpoints.targets import LoadedTarget
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.modeling_dspine import DSpineForSpeculation
 from dspine_hub.training.config import TrainConfig
@@ -74,7 +74,7 @@ def test_a_drafter_run_saves_what_transformers_loads(unbroken, trained_target, t
     for name, value in drafter.state_dict().items():
         assert torch.equal(value, trainer.final[name].to(value.dtype)), name
     target = AutoModelForCausalLM.from_pretrained(trained_target, dtype=torch.float32)
-    assert drafter.config.target == describe_target(target, tokenizer, "lab/Tiny")
+    assert drafter.config.target == LoadedTarget(target, tokenizer).record("lab/Tiny")
     assert bool(drafter.transfer_ready)
     drafter.float().bind(target, tokenizer)
     ids = tokenizer("def f(x):\n", return_tensors="pt")["input_ids"]

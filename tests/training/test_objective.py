@@ -160,13 +160,15 @@ def test_replacement_teaches_the_first_layers_of_chosen_blocks_in_training_only(
     objective = DSpineObjective(drafter, target, config, total_steps=600).train()
     ids, loss_mask = batch_with_holes()
     anchors, real = sample_anchors(loss_mask, config.anchors, seeded(7))
-    seen, run = {}, drafter.run_blocks
-    monkeypatch.setattr(drafter, "run_blocks", lambda *args, **kwargs: seen.update(kwargs) or run(*args, **kwargs))
+    seen, make = {}, drafter.injection.from_weights
+    monkeypatch.setattr(
+        drafter.injection, "from_weights", lambda code, **given: seen.update(given=given) or make(code, **given)
+    )
     with torch.no_grad():
         _, taught = objective(ids, loss_mask, 0, seeded(7))
-        replace = seen["replace"]
+        replace = seen["given"]["replaced"]
         _, evaluated = objective.eval()(ids, loss_mask, 0, seeded(7))
-    assert seen["teacher"] is None and seen["replace"] is None
+    assert seen["given"] == {}
     assert 0 < int(replace[real.flatten()].sum()) < int(real.sum()), "the case must have blocks of both kinds"
     arguments = (target, drafter, taps, ids, loss_mask, anchors, real, config, 0.5)
     for metrics, chosen in ((taught, replace), (evaluated, None)):
@@ -182,10 +184,12 @@ def test_replacement_chooses_blocks_with_the_scheduled_probability(pair, monkeyp
     config = ObjectiveConfig(anchors=40, replacement_probability=0.8)
     objective = DSpineObjective(drafter, target, config, total_steps=600).train()
     ids = torch.randint(0, 96, (20, 41), generator=seeded())
-    loss_mask, seen, run = torch.ones_like(ids, dtype=torch.bool), {}, drafter.run_blocks
-    monkeypatch.setattr(drafter, "run_blocks", lambda *args, **kwargs: seen.update(kwargs) or run(*args, **kwargs))
+    loss_mask, seen, make = torch.ones_like(ids, dtype=torch.bool), {}, drafter.injection.from_weights
+    monkeypatch.setattr(
+        drafter.injection, "from_weights", lambda code, **given: seen.update(given) or make(code, **given)
+    )
     with torch.no_grad():
         objective(ids, loss_mask, 175, seeded())
-    assert seen["replace"].shape == (800,)
+    assert seen["replaced"].shape == (800,)
     # probability 0.2 at step 175; five standard deviations of a mean over 800 blocks
-    assert float(seen["replace"].float().mean()) == pytest.approx(0.2, abs=5 * math.sqrt(0.2 * 0.8 / 800))
+    assert float(seen["replaced"].float().mean()) == pytest.approx(0.2, abs=5 * math.sqrt(0.2 * 0.8 / 800))
