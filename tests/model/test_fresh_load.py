@@ -59,6 +59,7 @@ def fresh(target, tmp_path_factory):
     return place, {"copy": first, "copy-of-copy": second}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["codes", "basis"])
 @pytest.mark.parametrize("name", ["copy", "copy-of-copy"], ids=["loaded", "saved-and-loaded"])
 def test_every_buffer_of_a_fresh_load_equals_a_built_one(fresh, name, storage):
@@ -74,6 +75,7 @@ def test_every_buffer_of_a_fresh_load_equals_a_built_one(fresh, name, storage):
     assert reports[name][storage] == {"module": "transformers_modules", "stray": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["copy", "copy-of-copy"])
 def test_a_saved_copy_carries_its_own_code(fresh, name):
     """Catches a re-saved model without its code, or with an `auto_map` into its origin (transformers#24737)."""
