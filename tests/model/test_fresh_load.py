@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
+from helpers.processes import run
 from helpers.tiny import tiny_bundle
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -41,10 +40,7 @@ print(json.dumps(report))
 def load_fresh(source, copy, home):
     # another value than zero in unfilled memory, where the allocator is glibc's
     env = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(home), "MALLOC_PERTURB_": "165"}
-    command = [sys.executable, "-c", LOADER, str(source), str(copy)]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home.parent)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return run(LOADER, source, copy, env=env, cwd=home.parent)
 
 
 @pytest.fixture(scope="module")

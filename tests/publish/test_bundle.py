@@ -8,7 +8,7 @@ import torch
 from helpers.bundles import NEWEST, run_loader
 from helpers.overlays import OVERLAY_FOLDER, OVERLAYS
 from helpers.paths import MINI
-from helpers.tiny import build_drafter, target_record
+from helpers.tiny import tiny_bundle
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -56,10 +56,7 @@ def test_bundle_keeps_every_weight_and_names_its_code_locally(mini_bundle):
 
 def test_float32_checkpoint_is_published_in_bfloat16_but_a_basis_is_not(target, tmp_path):
     """Catches a bundle twice its size, and codes rebuilt from a rounded basis."""
-    drafter = build_drafter(target, transfer_storage="basis")
-    drafter.config.target = target_record(target)
-    drafter.save_pretrained(tmp_path / "checkpoint")
-    folder = build_bundle(tmp_path / "checkpoint", tmp_path / "bundle")
+    folder = tiny_bundle(target, tmp_path / "bundle", transfer_storage="basis")
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     for name, dtype in dtypes.items():
