@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from helpers.hub import TOKEN, environment
 from helpers.paths import MINI
+from helpers.processes import run
 from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load_file, save_file
 
@@ -159,10 +158,7 @@ def test_pair_is_checked_from_headers_of_repositories(server, tmp_path):
         api.create_commit(name, operations, commit_message="add")
     server.requests.clear()
     env = environment(server, tmp_path / "home")
-    command = [sys.executable, "-c", PAIR, "org/mini-drafter", "org/mini-target"]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout.splitlines()[-1])
+    report = run(PAIR, "org/mini-drafter", "org/mini-target", env=env, cwd=tmp_path)
     assert report["ok"]
     # the head's hash needs the weights, which stay where they are
     assert [finding["rule"] for finding in report["findings"]] == ["head-sha256"]

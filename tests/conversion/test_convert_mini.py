@@ -90,6 +90,7 @@ def resize(folder, block):
     path.write_text(json.dumps({**json.loads(path.read_text()), "block_size": block}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_verify_and_demo_accept_every_format_and_acceptance_is_unchanged(tmp_path, kind):
     """Catches a conversion that loads, decodes the right text, and is slower than its source."""
@@ -114,6 +115,7 @@ def test_verify_and_demo_accept_every_format_and_acceptance_is_unchanged(tmp_pat
     assert found["tau_pooled"] == pytest.approx(sum(map(sum, recorded)) / sum(map(len, recorded)), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_backbone_is_accepted_as_often_as_the_drafter_with_its_injection_silent(tmp_path):
     """Catches a start that disturbs the backbone it was made of.
 

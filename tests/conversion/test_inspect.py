@@ -121,6 +121,7 @@ def test_command_prints_text_or_one_json_object():
     assert refused.exit_code == 1 and refused.stderr.startswith("Error: `./none` must be a folder or a repository id")
 
 
+@pytest.mark.slow
 def test_repository_of_another_format(head, tmp_path):
     """Catches weights fetched to look at headers, code of others that runs, and a pull that leaves users alone."""
     source = checkpoints.write_reference(tmp_path / "source", head)

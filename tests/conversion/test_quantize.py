@@ -56,6 +56,7 @@ def test_linears_of_the_layers_are_rounded_and_nothing_else_is_touched(quantised
         assert ((found - wanted).abs() <= bound).all(), key
 
 
+@pytest.mark.slow
 def test_verify_and_inspect_accept_it(quantised):
     """Catches checks that know only unquantised tensors, and acceptance lost on the way."""
     _, folder = quantised

@@ -1,13 +1,11 @@
 """A bundle loaded in a fresh process that cannot import this package."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from helpers.overlays import OVERLAY_FOLDER
 from helpers.paths import MINI
+from helpers.processes import run
 
 NEWEST = "installed"
 
@@ -52,7 +50,4 @@ def run_loader(bundle, tmp_path, version, hidden=("dspine_hub",)):
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-c", LOADER, str(bundle), str(MINI / "target"), ",".join(hidden)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return run(LOADER, bundle, MINI / "target", ",".join(hidden), env=environment, cwd=tmp_path)

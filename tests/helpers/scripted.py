@@ -1,4 +1,8 @@
-"""Drafts with a chosen number of errors, and the text they are judged by."""
+"""Drafts with a chosen number of errors, and the text they are judged by.
+
+Random drafters accept almost nothing, so most tests of the loop replace `draft` by one with a chosen number of right
+drafts; the real pass still runs under it.
+"""
 
 import pytest
 import torch

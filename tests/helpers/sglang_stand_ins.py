@@ -1,4 +1,4 @@
-"""Stand-ins for the few names of SGLang that the plugin's modules import."""
+"""SGLang stood in for, in this process and in one of two ranks."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""A corpus's worth of settings: tiny runs, batches with holes, and a trainer that can be stopped."""
+"""Tiny runs of training: their configs, batches with holes, and a trainer that can be stopped."""
 
 import json
 

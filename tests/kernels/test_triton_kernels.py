@@ -1,6 +1,6 @@
 """The Triton kernels against the definitions, in float64: in Triton's interpreter on a CPU, compiled on a GPU.
 
-`TRITON_INTERPRET=1 pytest tests/test_triton_kernels.py` runs them without a GPU; `make test` does.
+`TRITON_INTERPRET=1 pytest tests/kernels/test_triton_kernels.py` runs them without a GPU; `make test` does.
 """
 
 import dataclasses

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
+from helpers.processes import run
 from helpers.tiny import tiny_bundle
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -41,10 +40,7 @@ print(json.dumps(report))
 def load_fresh(source, copy, home):
     # another value than zero in unfilled memory, where the allocator is glibc's
     env = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(home), "MALLOC_PERTURB_": "165"}
-    command = [sys.executable, "-c", LOADER, str(source), str(copy)]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home.parent)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return run(LOADER, source, copy, env=env, cwd=home.parent)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +55,7 @@ def fresh(target, tmp_path_factory):
     return place, {"copy": first, "copy-of-copy": second}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["codes", "basis"])
 @pytest.mark.parametrize("name", ["copy", "copy-of-copy"], ids=["loaded", "saved-and-loaded"])
 def test_every_buffer_of_a_fresh_load_equals_a_built_one(fresh, name, storage):
@@ -74,6 +71,7 @@ def test_every_buffer_of_a_fresh_load_equals_a_built_one(fresh, name, storage):
     assert reports[name][storage] == {"module": "transformers_modules", "stray": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["copy", "copy-of-copy"])
 def test_a_saved_copy_carries_its_own_code(fresh, name):
     """Catches a re-saved model without its code, or with an `auto_map` into its origin (transformers#24737)."""

@@ -1,5 +1,6 @@
 """The committed pair on real prompts: lossless, and as fast as recorded."""
 
+import functools
 import json
 
 import pytest
@@ -30,26 +31,28 @@ def human_eval(count):
 
 
 @pytest.fixture(scope="module")
-def decoded(pair):
-    """16 HumanEval prompts decoded both ways: `(plain ids, output with statistics)` for each."""
+def decode(pair):
+    """Return `decode(count)`: HumanEval prompts decoded both ways, `(plain ids, output with statistics)` for each."""
     target, drafter, tokenizer = pair
-    results = []
-    for prompt in human_eval(16):
+
+    @functools.cache
+    def both(prompt):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         plain = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        results.append(
-            (plain, drafter.spec_generate(target, ids, NEW_TOKENS, temperature=0.0, return_dict_in_generate=True))
-        )
-    return results
+        return plain, drafter.spec_generate(target, ids, NEW_TOKENS, temperature=0.0, return_dict_in_generate=True)
+
+    return lambda count: [both(prompt) for prompt in human_eval(count)]
 
 
-def test_greedy_text_equals_plain_decoding_token_for_token(decoded):
+@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.slow)])
+def test_greedy_text_equals_plain_decoding_token_for_token(decode, count):
     """Catches any loss: a wrong cache row, a wrong position, a draft accepted against the target's word."""
-    for plain, output in decoded:
+    for plain, output in decode(count):
         assert torch.equal(plain, output.sequences)
 
 
-def test_acceptance_equals_the_recorded_lengths(decoded):
+@pytest.mark.slow
+def test_acceptance_equals_the_recorded_lengths(decode):
     """Catches a drafter that silently got worse: the text stays right, only slower.
 
     Text and drafts are arg-maxes of float32 numbers, so they only move when rounding flips a near tie: another CPU may
@@ -58,7 +61,7 @@ def test_acceptance_equals_the_recorded_lengths(decoded):
     """
     recorded = RECORDED["lengths"]
     pooled = sum(map(sum, recorded)) / sum(map(len, recorded))
-    assert summarize([output.statistics for _, output in decoded])["tau_pooled"] == pytest.approx(pooled, rel=0.02)
+    assert summarize([output.statistics for _, output in decode(16)])["tau_pooled"] == pytest.approx(pooled, rel=0.02)
 
 
 def test_drafts_are_the_recorded_ones(pair):
@@ -75,6 +78,7 @@ def test_drafts_are_the_recorded_ones(pair):
     assert agreement(drafts, recorded) >= 0.95
 
 
+@pytest.mark.slow
 def test_removing_the_transition_cache_would_show(pair):
     """Catches a walk that ignores its predecessor: with silent writes the recorded acceptance is out of reach."""
     target, drafter, tokenizer = pair
@@ -111,10 +115,11 @@ def test_held_out_prompts_are_whole():
     assert len(prompts) >= 200 and len(set(prompts)) == len(prompts)
 
 
-def test_stock_and_custom_paths_give_the_targets_text(pair, mini_bundle):
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_stock_and_custom_paths_give_the_targets_text(pair, mini_bundle, count):
     """Catches a drafter that only our own loop can use: transformers' block-drafter loop is an independent check."""
     target, drafter, tokenizer = pair
-    for prompt in human_eval(3):
+    for prompt in human_eval(count):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         plain = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False}

@@ -167,15 +167,20 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("options", "kind"),
+    ("options", "kind", "samples"),
     [
-        pytest.param(options.values[0], kind, id=f"{kind},{options.id}")
-        for options in OPTIONS
-        # the random drafter is one more far `q`; two options of it are enough
-        for kind in ("near", "far", *(["real"] if options.id in ("T=0.7", "top-p") else []))
+        # a near `q` and a far one, with the warpers that are easiest to get wrong
+        pytest.param({"temperature": 0.9, "top_p": 0.8}, "near", 600, id="near,top-p,600"),
+        pytest.param({"temperature": 0.8, "repetition_penalty": 1.8}, "far", 600, id="far,penalty,600"),
+        *(
+            pytest.param(options.values[0], kind, SAMPLES, id=f"{kind},{options.id}", marks=pytest.mark.slow)
+            for options in OPTIONS
+            # the random drafter is one more far `q`; two options of it are enough
+            for kind in ("near", "far", *(["real"] if options.id in ("T=0.7", "top-p") else []))
+        ),
     ],
 )
-def test_sampled_text_has_the_targets_distribution(small, script, options, kind):
+def test_sampled_text_has_the_targets_distribution(small, script, options, kind, samples):
     """Catches acceptance by `u < p`, a residual that is `p` itself, a `q` of another row, processors left out of `p`.
 
     The joint distribution of three tokens is enumerated. The seed is fixed, so the outcome is too: a right loop gets
@@ -191,7 +196,7 @@ def test_sampled_text_has_the_targets_distribution(small, script, options, kind)
     stop = StoppingCriteriaList([MaxLengthCriteria(len(SAMPLED_PROMPT) + NEW)])
     ids = torch.tensor([SAMPLED_PROMPT])
     counts, accepted, reached = {}, 0, 0
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         if kind != "real":
             # the real pass adds nothing here but time
             script(drafter, sampled_policy(kind, probabilities, generator), SAMPLED_PROMPT, run_real=False)
@@ -211,13 +216,14 @@ def test_sampled_text_has_the_targets_distribution(small, script, options, kind)
     table = joint(probabilities)
     assert math.isclose(sum(table.values()), 1.0, rel_tol=1e-9)
     assert set(counts) <= set(table), "a token of probability 0 was emitted"
-    assert chi_square_p_value(counts, table, SAMPLES) > 1e-4
+    assert chi_square_p_value(counts, table, samples) > 1e-4
     if kind == "near":
         assert accepted / reached > 0.6
     if kind == "far":
         assert accepted / reached < 0.5
 
 
+@pytest.mark.slow
 def test_sampled_text_through_generate_has_the_targets_distribution(small):
     """Catches a temperature or top-k that `spec_generate` hands to one side only."""
     target, drafter = small

@@ -8,7 +8,7 @@ import torch
 from helpers.bundles import NEWEST, run_loader
 from helpers.overlays import OVERLAY_FOLDER, OVERLAYS
 from helpers.paths import MINI
-from helpers.tiny import build_drafter, target_record
+from helpers.tiny import tiny_bundle
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,8 +21,14 @@ WRITTEN = ("README.md", "card.toml", "provenance.json", "training.json")
 
 
 @pytest.fixture(scope="module")
-def newest_lengths(mini_bundle, tmp_path_factory):
-    return run_loader(mini_bundle, tmp_path_factory.mktemp("newest"), NEWEST)["lengths"]
+def newest(mini_bundle, tmp_path_factory):
+    """Report of the installed transformers, with Triton."""
+    return run_loader(mini_bundle, tmp_path_factory.mktemp("newest"), NEWEST)
+
+
+@pytest.fixture(scope="module")
+def newest_lengths(newest):
+    return newest["lengths"]
 
 
 def test_bundle_holds_code_weights_card_and_a_hash_of_each(mini_bundle):
@@ -51,10 +57,7 @@ def test_bundle_keeps_every_weight_and_names_its_code_locally(mini_bundle):
 
 def test_float32_checkpoint_is_published_in_bfloat16_but_a_basis_is_not(target, tmp_path):
     """Catches a bundle twice its size, and codes rebuilt from a rounded basis."""
-    drafter = build_drafter(target, transfer_storage="basis")
-    drafter.config.target = target_record(target)
-    drafter.save_pretrained(tmp_path / "checkpoint")
-    folder = build_bundle(tmp_path / "checkpoint", tmp_path / "bundle")
+    folder = tiny_bundle(target, tmp_path / "bundle", transfer_storage="basis")
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     for name, dtype in dtypes.items():
@@ -62,10 +65,16 @@ def test_float32_checkpoint_is_published_in_bfloat16_but_a_basis_is_not(target, 
         assert dtype == expected, name
 
 
-@pytest.mark.parametrize("hidden", [("dspine_hub",), ("dspine_hub", "triton")], ids=["triton", "no-triton"])
-def test_bundle_decodes_without_this_package(mini_bundle, tmp_path, hidden, newest_lengths):
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        pytest.param(("dspine_hub",), id="triton"),
+        pytest.param(("dspine_hub", "triton"), id="no-triton", marks=pytest.mark.slow),
+    ],
+)
+def test_bundle_decodes_without_this_package(mini_bundle, tmp_path, hidden, newest, newest_lengths):
     """Catches code that only works beside its package, or only where Triton is installed."""
-    report = run_loader(mini_bundle, tmp_path, NEWEST, hidden)
+    report = newest if "triton" not in hidden else run_loader(mini_bundle, tmp_path, NEWEST, hidden)
     assert report["module"] == "transformers_modules"
     assert report["spec_generate"] and report["custom_generate"] and report["stock"]
     assert report["lengths"] == newest_lengths

@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, constants
 import dspine_hub
 from dspine_hub.errors import DSpineHubError
 
+# faults that pass: (method, path, fault)
 PASSING = {
     "503-validate": ("POST", "/api/validate-yaml", {"status": 503}),
     "503-create": ("POST", "/api/repos/create", {"status": 503}),
@@ -44,6 +45,7 @@ def test_passing_fault_is_survived(server, folder, sleeps, method, pattern, fiel
         assert max(sleeps) >= 7
 
 
+# faults that stay: (method, path, fault, message)
 LASTING = {
     "401-info": ("GET", "/revision/main", {"status": 401}, r"does not accept this token.*`hf auth login`$"),
     "401-preupload": ("POST", "/preupload/", {"status": 401}, r"does not accept this token.*`hf auth login`$"),

@@ -35,6 +35,7 @@ def _file(name):
     return change
 
 
+# change -> rule
 REFUSED = {
     "pickle-bin": (_file("pytorch_model.bin"), "pickle"),
     "pickle-pt": (_file("receipts/optimizer.PT"), "pickle"),

@@ -89,6 +89,7 @@ def loaded(published, mini_bundle, tmp_path_factory):
     return report
 
 
+@pytest.mark.slow
 def test_published_tag_drafts_as_the_local_bundle(loaded):
     """Catches a file lost or changed on the way, and code that needs this package."""
     assert loaded["v1"]["module"] == "transformers_modules"
@@ -96,17 +97,20 @@ def test_published_tag_drafts_as_the_local_bundle(loaded):
     assert loaded["v1"]["lossless"] and max(loaded["v1"]["lengths"]) > 1
 
 
+@pytest.mark.slow
 def test_tag_keeps_its_code_and_weights_when_main_moves(loaded):
     """Catches `auto_map` following main (transformers#18537) and a tag that is not a commit of its own."""
     assert loaded["main"]["marker"] == "main" and loaded["v1"]["marker"] is None
     assert loaded["main"]["weights"] != loaded["v1"]["weights"]
 
 
+@pytest.mark.slow
 def test_custom_generate_runs_from_the_repository(loaded):
     """Catches a `custom_generate/` that is missing or needs its neighbours."""
     assert loaded["main"]["custom_generate"] and loaded["fork"]["custom_generate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["saved", "fork"])
 def test_saved_and_forked_copies_draft_alike(loaded, name):
     """Catches a re-saved model without its code (transformers#24737) and a fork bound to its origin."""
@@ -114,6 +118,7 @@ def test_saved_and_forked_copies_draft_alike(loaded, name):
         assert loaded[name][field] == loaded["v1"][field], field
 
 
+@pytest.mark.slow
 def test_pull_of_a_tag_passes_verify(published, mini_bundle, tmp_path, monkeypatch):
     """Catches a pull of main instead of the tag, and a pulled folder that is no bundle any more."""
     from dspine_hub.publish.verify import verify
@@ -136,6 +141,7 @@ print(json.dumps(snapshot_download(sys.argv[1], revision="v1", local_dir=sys.arg
 OLAH_FOUND = OLAH is not None or importlib.util.find_spec("olah") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLAH_FOUND, reason="install olah, or set DSPINE_OLAH to a folder that holds it")
 def test_independent_mirror_reads_what_was_pushed(published, mini_bundle, tmp_path):
     """Catches a repository that only our own server and client understand."""

@@ -21,12 +21,14 @@ from dspine_hub.publish.verify import check_canary, verify
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
+    """A bundle that records the canary of its target, which takes a while to run."""
     return build_bundle(MINI / "drafter", tmp_path_factory.mktemp("verify") / "mini", MINI / "target")
 
 
 @pytest.fixture
-def bundle(sound, tmp_path):
-    return Path(shutil.copytree(sound, tmp_path / "mini"))
+def bundle(mini_bundle, tmp_path):
+    """A bundle to damage."""
+    return Path(shutil.copytree(mini_bundle, tmp_path / "mini"))
 
 
 def rehash(folder):
@@ -108,6 +110,7 @@ def test_hashes_find_any_changed_missing_and_unlisted_file(bundle):
     assert {"hash", "missing-file", "unlisted-file"} <= errors(verify(bundle))
 
 
+@pytest.mark.slow
 def test_sound_bundle_passes_with_its_target(sound):
     """Catches a check that refuses what is right; the load runs in a process without this package."""
     report = verify(sound, MINI / "target")
@@ -115,9 +118,11 @@ def test_sound_bundle_passes_with_its_target(sound):
     assert [finding.rule for finding in report.findings] == ["canary"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taps", [[0, 5, 9, 13, 17], [2, 7, 11, 15, 18]], ids=["before", "after"])
-def test_taps_shifted_by_one_are_caught_by_the_canary(bundle, taps):
+def test_taps_shifted_by_one_are_caught_by_the_canary(sound, tmp_path, taps):
     """Catches the silent mistake: everything loads, the text is right, and decoding is slow."""
+    bundle = Path(shutil.copytree(sound, tmp_path / "mini"))
     edit_config(target_layer_ids=taps)(bundle)
     rehash(bundle)
     report = verify(bundle, MINI / "target")
@@ -142,9 +147,9 @@ def test_custom_code_runs_only_when_allowed(bundle):
     assert allowed.ok and "custom-code" in {finding.rule for finding in allowed.findings}
 
 
-def test_command_reports_and_sets_the_exit_code(sound, bundle):
+def test_command_reports_and_sets_the_exit_code(bundle):
     """Catches a script that cannot tell success from failure."""
-    result = CliRunner().invoke(main, ["verify", str(sound)])
+    result = CliRunner().invoke(main, ["verify", str(bundle)])
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "ok")
     (bundle / "config.json").unlink()
     result = CliRunner().invoke(main, ["verify", str(bundle), "--json"])

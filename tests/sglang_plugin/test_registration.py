@@ -1,6 +1,6 @@
 """Which releases the plugin registers with, and that it costs the others nothing."""
 
-import importlib
+import importlib.metadata
 import logging
 import subprocess
 import sys

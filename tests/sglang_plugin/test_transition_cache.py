@@ -71,6 +71,7 @@ def test_a_quantised_head_is_scored_through_its_own_method(stand_ins, monkeypatc
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ranks_gather_the_table_of_a_split_head(tmp_path, dtype):
     """Catches integers of 16 bits handed to a backend that knows none, and rows whose scale stayed on a rank."""

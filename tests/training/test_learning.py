@@ -1,5 +1,6 @@
 """The one test of the whole: training raises acceptance."""
 
+import pytest
 import torch
 from helpers.tiny import build_drafter
 from helpers.training import seeded
@@ -19,6 +20,7 @@ def decode(drafter, target, prompts, count):
     return summarize(requests)["tau_pooled"]
 
 
+@pytest.mark.slow
 def test_training_on_the_targets_own_text_raises_acceptance(pair):
     """The one test of the whole: a sign, a shift or a leak that every formula test misses shows as a drafter that does
     not learn, or one whose loss falls while its drafts stay wrong."""

@@ -143,6 +143,7 @@ def test_without_injection_a_run_leaves_the_injection_silent(corpus, trained_tar
         assert torch.equal(value, before[name]) == frozen, name
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_model(unbroken, tmp_path):
     """Catches a model saved twice or in parts, a log written by every process, and a result printed twice."""
     _, config, _ = unbroken
