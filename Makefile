@@ -10,7 +10,7 @@ ENGINES = $(VENV)/engines/.all
 FOLDERS = DSPINE_OVERLAYS=$(abspath $(VENV)/overlays) DSPINE_ENGINES=$(abspath $(VENV)/engines) \
 	DSPINE_OLAH=$(abspath $(OLAH))
 # one engine, started for real; `make test-all` starts all
-ENGINE_TEST = tests/sglang_plugin/test_engine_texts.py
+ENGINE_TEST = tests/sglang_plugin/test_engines.py -k "acceptance or drafts_are"
 
 .PHONY: demo test test-all lint format docs clean
 
@@ -51,7 +51,7 @@ format: $(READY)
 
 test: lint $(ENGINE)
 	$(FOLDERS) $(BIN)/python -m pytest -n 2 -m "not slow and not overlay and not sglang"
-	$(FOLDERS) $(BIN)/python -m pytest $(ENGINE_TEST) -k "0.5.23"
+	$(FOLDERS) $(BIN)/python -m pytest $(ENGINE_TEST)
 
 test-all: lint $(OVERLAYS) $(ENGINES) docs
 	$(FOLDERS) $(BIN)/python -m pytest -n 2 -m "not sglang"

@@ -1,4 +1,4 @@
-"""The README's results, rendered from `benchmarks/results/`: `python benchmarks/tables.py` rewrites them in place."""
+"""Numbers of README and docs, rendered from `benchmarks/results/`: `python benchmarks/tables.py` rewrites them."""
 
 import hashlib
 import json
@@ -192,7 +192,7 @@ def serving_parts(result: dict) -> list[str]:
     for name, own in result["origins"].items():
         places.setdefault(f"SGLang {own['versions']['sglang']}, {origin(own)}", []).append(f"`{name}`")
     listed = "".join(f" {', '.join(names)}: {place}." for place, names in places.items())
-    file = "[`sglang-h200.json`](benchmarks/results/sglang-h200.json)"
+    file = "`benchmarks/results/sglang-h200.json`"
     return [*parts, textwrap.fill(f"The parts of {file} and where they were measured.{listed}", 118)]
 
 
@@ -271,8 +271,20 @@ def throughput_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def render() -> str:
-    """Render everything between the markers."""
+def history_table(entries: list[dict], shape: str) -> str:
+    """Render a figure over time, a row a measured commit, the newest first."""
+    batches = list(entries[-1]["values"])
+    lines = [f"| measured on | date | {' | '.join(f'batch {batch}' for batch in batches)} |"]
+    lines.append("|" + "---|" * (2 + len(batches)))
+    for entry in reversed(entries):
+        values = [entry["values"].get(batch) for batch in batches]
+        cells = ["-" if value is None else shape.format(value) for value in values]
+        lines.append(f"| `{entry['commit']}` | {entry['date']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def acceptance_parts() -> list[str]:
+    """Render what the mini drafter accepts, and against which control."""
     acceptance = load("mini-acceptance.json")
     equal = ", ".join(f"{name} {count}" for name, count in acceptance["equal_to_plain"].items())
     protocol = (
@@ -280,44 +292,96 @@ def render() -> str:
         f"{acceptance['protocol']['max_new_tokens']} new tokens, raw prompts. Texts equal to plain decoding, token "
         f"for token: {equal}. {origin(acceptance)}."
     )
-    parts = [
-        textwrap.fill(protocol, 118),
-        acceptance_table(acceptance),
-        textwrap.fill(speed_paragraph(load("mini-cpu.json")), 118),
-        textwrap.fill(ops_paragraph(load("ops-h200.json")), 118),
-        ops_table(load("ops-h200.json")),
-        "![microseconds a round by batch size](benchmarks/results/ops-h200.svg)",
-        textwrap.fill(transfer_paragraph(load("push.json")), 118),
-        textwrap.fill(conversion_paragraph(load("convert.json")), 118),
-        forms_table(load("mini-quantized.json")),
+    return [textwrap.fill(protocol, 118), acceptance_table(acceptance)]
+
+
+def history_parts() -> list[str]:
+    """Render earlier results."""
+    history = load("history.json")
+    return [
+        "Microseconds of a round of the operations, by batch size. The kernels of `6f8d8f667150` and later keep what "
+        "tells candidates apart in higher precision.",
+        history_table(history["ops_us"], "{:.0f}"),
+        "A draft-verify round in the engine, over one with a DFlash drafter of the same backbone.",
+        history_table(history["round_over_dflash"], "{:.3f}x"),
     ]
-    # shown once it is measured
-    if (RESULTS / "sglang-h200.json").is_file():
-        parts += serving_parts(load("sglang-h200.json"))
-    return "\n\n".join(["", *parts, ""])
 
 
-def main_text(readme: str) -> str:
-    """Return the README with its results rendered anew."""
-    head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}{render()}{END}{rest.split(END)[1]}"
+def sections() -> dict[str, list[str]]:
+    """Render the page of results: heading -> paragraphs, tables and plots."""
+    ops = load("ops-h200.json")
+    return {
+        "Acceptance": acceptance_parts(),
+        "On a CPU": [
+            textwrap.fill(speed_paragraph(load("mini-cpu.json")), 118),
+            forms_table(load("mini-quantized.json")),
+        ],
+        "Operations on a GPU": [
+            textwrap.fill(ops_paragraph(ops), 118),
+            ops_table(ops),
+            "![microseconds a round by batch size](../benchmarks/results/ops-h200.svg)",
+        ],
+        "In SGLang": serving_parts(load("sglang-h200.json")),
+        "Publishing and converting": [
+            textwrap.fill(transfer_paragraph(load("push.json")), 118),
+            textwrap.fill(conversion_paragraph(load("convert.json")), 118),
+        ],
+        "History": history_parts(),
+    }
+
+
+def results_page() -> str:
+    """Render everything between the markers of docs/results.md."""
+    parts = [""]
+    for heading, body in sections().items():
+        parts += [f"## {heading}", *body]
+    return "\n\n".join([*parts, ""])
+
+
+def headline() -> str:
+    """Render the README's three numbers, each with its context."""
+    tables, cpu, served = load("mini-acceptance.json"), load("mini-cpu.json"), load("sglang-h200.json")
+    ours, control = (tables["drafters"][name]["humaneval"]["tau_pooled"] for name in ("dspine", "backbone"))
+    first, last = served["round_us"][0], served["round_us"][-1]
+    plain = served["throughput"][0]["plain"]
+    lines = [
+        f"- **{cpu['speedup']:.2f}x** plain decoding on two CPU cores, the mini pair over "
+        f"{cpu['protocol']['prompts']} HumanEval prompts, texts equal token for token. Its target is a toy of 10 M "
+        f"parameters that answers in {1e3 / plain:.1f} ms on an H200: this is not your 8B.",
+        f"- **τ {ours:.2f} against {control:.2f}** tokens a round with and without DSpine's two parts on the same "
+        "backbone, data and steps (one seed, the same prompts).",
+        f"- **{first['dspine_over_dflash'] - 1:+.1%} at batch {first['batch']}, {last['dspine_over_dflash'] - 1:+.1%} "
+        f"at {last['batch']}**: what that costs a draft-verify round over a DFlash drafter, in SGLang on an H200 at "
+        "Qwen3-8B's shapes (random weights).",
+    ]
+    wrapped = [textwrap.fill(line, 118, subsequent_indent="  ") for line in lines]
+    return "\n" + "\n".join(wrapped) + "\n"
+
+
+# page -> what stands between its markers
+PAGES = {"README.md": headline, "docs/results.md": results_page}
+
+
+def rendered(path: Path, body: str) -> str:
+    """Return a page with what lies between its markers replaced."""
+    head, rest = path.read_text().split(BEGIN)
+    return f"{head}{BEGIN}{body}{END}{rest.split(END)[1]}"
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; fail when the README is stale.")
+@click.option("--check", is_flag=True, help="Change nothing; fail when a page is stale.")
 def main(check):
-    """Bring the README's results in step with benchmarks/results."""
-    path = ROOT / "README.md"
-    text = main_text(path.read_text())
+    """Bring README and docs in step with benchmarks/results."""
     ops, plot = load("ops-h200.json"), RESULTS / "ops-h200.svg"
-    if check:
-        if text != path.read_text():
-            raise click.ClickException("README.md is stale: run `python benchmarks/tables.py`.")
-        if not plot.exists() or plot_mark(ops) not in plot.read_text():
-            raise click.ClickException(f"{plot.name} is stale: run `python benchmarks/tables.py`.")
-        return
-    path.write_text(text)
-    ops_plot(ops, plot)
+    for name, body in PAGES.items():
+        text = rendered(ROOT / name, body())
+        if check and text != (ROOT / name).read_text():
+            raise click.ClickException(f"{name} is stale: run `python benchmarks/tables.py`.")
+        (ROOT / name).write_text(text)
+    if not check:
+        ops_plot(ops, plot)
+    elif not plot.exists() or plot_mark(ops) not in plot.read_text():
+        raise click.ClickException(f"{plot.name} is stale: run `python benchmarks/tables.py`.")
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ REPORTS = {
     "ask 18": (
         "training/test_blocks.py::test_packed_blocks_equal_each_block_alone",
         "model/test_greedy.py::test_transformers_own_dflash_loop_gives_the_same_text",
-        "sglang_plugin/test_engines.py::test_acceptance_is_that_of_the_transformers_loop",
+        "sglang_plugin/test_engines.py::test_text_and_acceptance_are_those_of_the_transformers_loop",
     ),
     # other languages and domains, and which data: z-lab/dflash#7, #52
     "ask 19": (

@@ -9,6 +9,10 @@ from dspine_hub.cli._errors import readable_errors
 from dspine_hub.errors import DSpineHubError
 
 MINI = Path(__file__).resolve().parents[2] / "examples" / "mini"
+NO_MINI = (
+    "`--target` and `--drafter` must be given outside a checkout of dspine-hub, where `examples/mini` lies, got none: "
+    "`dspine-hub demo --target TARGET --drafter DRAFTER --prompt TEXT`"
+)
 PROMPTS = 4
 JSON_FIELDS = (
     "identical",
@@ -50,37 +54,45 @@ def command(as_json, prompt, prompt_file, temperature, max_new_tokens, target, d
         raise DSpineHubError("`--prompt` and `--prompts` exclude each other, got both.")
     if prompt == "":
         raise DSpineHubError("`--prompt` must hold at least one token, got an empty text.")
-    from dspine_hub.evaluation.prompts import read_prompts
-
-    if prompt is not None:
-        prompts = [prompt]
-    elif prompt_file is not None:
-        prompts = read_prompts(prompt_file)
-    else:
-        held_out = read_prompts(MINI / "heldout.jsonl")
-        prompts = held_out[:: len(held_out) // PROMPTS][:PROMPTS]
+    if not MINI.is_dir() and (Path(target) == MINI / "target" or Path(drafter) == MINI / "drafter"):
+        raise DSpineHubError(NO_MINI)
+    from rich.console import Console
     from transformers.utils import logging
 
     from dspine_hub.evaluation.pair import Pair, compare
 
+    prompts = _prompts(prompt, prompt_file)
     logging.disable_progress_bar()
     pair = Pair(target, drafter, dtype)
+    console = Console(highlight=False)
     if not as_json:
         for text in prompts:
-            _stream(pair, text, max_new_tokens, temperature)
+            stream(console, pair, text, max_new_tokens, temperature)
     result = compare(pair, prompts, max_new_tokens, temperature)
     if as_json:
         click.echo(json.dumps({name: result[name] for name in JSON_FIELDS}))
     else:
-        _print_table(result)
+        print_table(console, result)
 
 
-def _stream(pair, prompt, max_new_tokens, temperature):
-    from rich.console import Console
+def _prompts(prompt, prompt_file):
+    from dspine_hub.evaluation.prompts import read_prompts
+
+    if prompt is not None:
+        return [prompt]
+    if prompt_file is not None:
+        return read_prompts(prompt_file)
+    if not MINI.is_dir():
+        raise DSpineHubError("`--prompt` or `--prompts` must be given outside a checkout of dspine-hub, got neither.")
+    held_out = read_prompts(MINI / "heldout.jsonl")
+    return held_out[:: len(held_out) // PROMPTS][:PROMPTS]
+
+
+def stream(console, pair, prompt, max_new_tokens, temperature):
+    """Print a prompt and the text that follows it as it is decoded, accepted drafts in green."""
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(prompt, style="dim"), end="")
+    console.print(Text(prompt, style="dim"), end="", soft_wrap=True)
     ids, shown = [], ""
 
     def show(tokens, style):
@@ -89,7 +101,7 @@ def _stream(pair, prompt, max_new_tokens, temperature):
         text = pair.tokenizer.decode(ids, skip_special_tokens=True)
         # a character may span tokens: hold its first bytes back
         if not text.endswith("\ufffd"):
-            console.print(Text(text[len(shown) :], style=style), end="")
+            console.print(Text(text[len(shown) :], style=style), end="", soft_wrap=True)
             shown = text
 
     def on_round(drafted, own):
@@ -101,8 +113,8 @@ def _stream(pair, prompt, max_new_tokens, temperature):
     console.print("\n")
 
 
-def _print_table(result):
-    from rich.console import Console
+def print_table(console, result):
+    """Print what both ways of decoding did."""
     from rich.table import Table
 
     table = Table("measure", "value", title="green: drafted and accepted; plain: the target's own tokens")
@@ -115,4 +127,4 @@ def _print_table(result):
     table.add_row("speed-up, same run", f"{result['speedup']:.2f}x")
     same = {True: "yes", False: "NO", None: "sampled: equal in distribution"}[result["identical"]]
     table.add_row("texts identical", same)
-    Console().print(table)
+    console.print(table)

@@ -20,11 +20,13 @@ OVERLAYS = {
 OVERLAY_FOLDER = os.environ.get("DSPINE_OVERLAYS")
 
 
-def install(folder: Path) -> None:
-    """Install every overlay below `folder`."""
-    for version, pins in OVERLAYS.items():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
-        subprocess.run([*command, "--target", str(folder / version), f"transformers=={version}", *pins], check=True)
+def install(folder: Path, versions: list[str] | None = None) -> None:
+    """Install overlays below `folder`, all of them by default; those that are there already stay."""
+    for version in versions or OVERLAYS:
+        place = folder / version
+        if not place.is_dir():
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place)]
+            subprocess.run([*command, f"transformers=={version}", *OVERLAYS[version]], check=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """SGLang releases that run on a CPU, each in a folder of its own that goes in front of `sys.path`.
 
-`python tests/helpers/sglang_engines.py FOLDER` installs them. `FOLDER/venv` holds what they share and sees the
-packages of this environment (torch, transformers, this package); `FOLDER/<version>` holds one release alone, without
-the GPU packages it asks for. Each runs with the transformers release it pins, from `tests/helpers/overlays.py`.
+`python tests/helpers/sglang_engines.py FOLDER OVERLAYS` installs them, `--only 0.5.23` one. `FOLDER/venv` holds what
+they share and sees the packages of this environment (torch, transformers, this package); `FOLDER/<version>` holds one
+release alone, without the GPU packages it asks for. Each runs with the transformers release it pins, from OVERLAYS.
 """
 
 import contextlib
@@ -75,20 +75,27 @@ def run(command, seconds: float, **options) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def install(folder: Path) -> None:
-    """Install every release below `folder`."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    own = sysconfig.get_paths()["purelib"]
-    link = folder / "venv" / "lib" / version / "site-packages" / "parent.pth"
-    link.write_text(f"import site; site.addsitedir({own!r})\n")
+def install(folder: Path, releases: list[str]) -> None:
+    """Install what all releases share, and some of them, below `folder`; those that are there already stay."""
     pip = [str(python_of(folder)), "-m", "pip", "install", "--quiet"]
+    if not python_of(folder).is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        own = sysconfig.get_paths()["purelib"]
+        link = folder / "venv" / "lib" / version / "site-packages" / "parent.pth"
+        link.write_text(f"import site; site.addsitedir({own!r})\n")
     subprocess.run([*pip, "-c", str(HERE.parents[1] / "constraints.txt"), *SHARED], check=True)
     subprocess.run([*pip, "--no-deps", *BARE], check=True)
-    for release, (_, xgrammar) in ENGINES.items():
-        packages = [f"sglang=={release}", f"xgrammar=={xgrammar}"]
-        subprocess.run([*pip, "--no-deps", "--upgrade", "--target", str(folder / release), *packages], check=True)
+    for release in releases:
+        packages = [f"sglang=={release}", f"xgrammar=={ENGINES[release][1]}"]
+        if not (folder / release).is_dir():
+            subprocess.run([*pip, "--no-deps", "--target", str(folder / release), *packages], check=True)
 
 
 if __name__ == "__main__":
-    install(Path(sys.argv[1]))
+    import overlays
+
+    chosen = sys.argv[4:] if sys.argv[3:4] == ["--only"] else list(ENGINES)
+    install(Path(sys.argv[1]), chosen)
+    # each runs with the transformers release it pins
+    overlays.install(Path(sys.argv[2]), [ENGINES[release][0] for release in chosen])

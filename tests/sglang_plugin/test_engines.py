@@ -1,7 +1,7 @@
 """The plugin in real SGLang engines on the CPU: texts, acceptance, drafts, samples, two ranks.
 
-`make test` installs the engines and sets DSPINE_ENGINES. Every engine runs in a process of its own with a time limit;
-what those CPU engines are made of is in `helpers/sglang_cpu/`.
+`make test-all` installs the engines and sets DSPINE_ENGINES. Every engine runs in a process of its own with a time
+limit; what those CPU engines are made of is in `helpers/sglang_cpu/`.
 """
 
 import collections
@@ -58,8 +58,9 @@ def test_greedy_text_is_that_of_plain_decoding(plain, served):
     assert plain == loop_rounds()[1]
 
 
-def test_acceptance_is_that_of_the_transformers_loop(served):
+def test_text_and_acceptance_are_those_of_the_transformers_loop(served):
     _, (_, outputs, *_) = served
+    assert [output["ids"] for output in outputs] == loop_rounds()[1]
     assert_same_acceptance(outputs)
 
 
