@@ -31,6 +31,8 @@ __all__ = ["__version__", *_LAZY]
 def __getattr__(name):
     if name not in _LAZY:
         raise AttributeError(f"module `dspine_hub` has no attribute `{name}`")
+    if _LAZY[name].startswith(("api", "publish")):
+        importlib.import_module("dspine_hub.environment").require_installed()
     return getattr(importlib.import_module(f"dspine_hub.{_LAZY[name]}"), name)
 
 

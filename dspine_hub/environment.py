@@ -1,9 +1,12 @@
 """The machine and the versions behind a number."""
 
 import importlib.metadata
+import importlib.util
 import platform
 import subprocess
 from pathlib import Path
+
+from dspine_hub.errors import DSpineHubError
 
 PACKAGES = (
     "dspine-hub",
@@ -16,6 +19,15 @@ PACKAGES = (
     "triton",
     "sglang",
 )
+
+
+def require_installed() -> None:
+    """Raise `DSpineHubError` in a checkout that was not installed: packages that lie beside this one are missing."""
+    if importlib.util.find_spec("dspine_hub.conversion") is None:
+        raise DSpineHubError(
+            "`dspine_hub` must be installed to find the packages beside it, got a bare checkout: run `pip install -e "
+            f".` in `{Path(__file__).resolve().parents[1]}`."
+        )
 
 
 def describe_environment() -> dict:

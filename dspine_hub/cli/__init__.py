@@ -5,6 +5,8 @@ import importlib
 import click
 
 from dspine_hub._version import __version__
+from dspine_hub.cli._errors import readable_errors
+from dspine_hub.environment import require_installed
 
 # in the order of `--help`; each is the `command` of the file of its name
 COMMANDS = (
@@ -30,6 +32,7 @@ COMMANDS = (
 @click.version_option(__version__, prog_name="dspine-hub")
 def main():
     """Publish, load, check, serve and reproduce DSpine speculative-decoding drafters."""
+    readable_errors(require_installed)()
 
 
 for name in COMMANDS:

@@ -129,8 +129,8 @@ class Drafter(_Strict):
     Args:
         repo (`str`): Hub repository, or a folder of this repository for the mini pair.
         method (`str`): `dspine`, `dflash`, `dflash2`, `dspark`, `eagle3`.
-        format (`str`, *optional*): Layout of its files: a key of `FORMATS`, or `deepspec`, `speculators`, which nothing
-            here reads.
+        format (`str`, *optional*): Of its files: a key of `FORMATS`, or `deepspec`, `speculators`, which nothing here
+            reads.
         block (`int`, *optional*): Block as its own repository counts it; methods differ in whether the anchor counts.
         license (`str`, *optional*): Licence of the weights.
         by (`str`): `official` from the authors of the method or target, else `community`.
