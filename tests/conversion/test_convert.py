@@ -170,11 +170,11 @@ def test_every_rule_of_the_table_is_used(saved_target, tmp_path):
 
 
 def test_formats_are_read_from_one_table():
-    """Catches a format offered by the command and unknown to the code, or missing from the README."""
+    """Catches a format offered by the command and unknown to the code, or missing from its page."""
     from dspine_hub.cli.convert import READS, WRITES
 
     assert ["auto", *FORMATS] == READS
     assert WRITES == [name for name, entry in FORMATS.items() if entry.writes] == ["hub", "specforge"]
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "convert.md").read_text()
     for name, entry in FORMATS.items():
-        assert f"`{name}`" in readme and entry.summary in readme.replace("\n", " ")
+        assert f"`{name}`" in page and entry.summary in page.replace("\n", " ")

@@ -28,7 +28,9 @@ def test_every_statement_of_the_supported_range_agrees():
     assert (oldest, newest) == (min(ENGINES), max(ENGINES))
     after = f"0.5.{int(newest.split('.')[-1]) + 1}"
     assert f">={oldest}" in extra and f"<{after}" in extra
-    assert f"{oldest} to {newest}" in " ".join((ROOT / "README.md").read_text().split())
+    for page in ("docs/serve.md", "CONTRIBUTING.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert oldest in text and f"to {newest}" in text, page
 
 
 def test_another_release_gets_one_line_and_no_registration(stand_ins, caplog):
