@@ -2,7 +2,7 @@
 
 Two things are kept. *Acceptance* tells whether the drafter is any good. *The first block drafted after each prompt* is
 a fingerprint of the whole path: taps, mask token, target, weights. On the mini pair, taps shifted by one layer hardly
-move acceptance, yet change so many of these tokens that `tests/test_verify.py` can hold it.
+move acceptance, yet change so many of these tokens that `tests/publish/test_verify.py` can hold it.
 """
 
 from pathlib import Path
