@@ -443,7 +443,7 @@ def from_logits(w, logits, message, length, table=True):
                 tables_of(w),
                 SlotProjection(torch.zeros(2, 3, 3), torch.zeros(2, 3, 4)),
             ),
-            r"`update`.*\[2, 3, 3\], got \[2, 3, 4\]",
+            r"`write_projection`.*\[2, 3, 3\], got \[2, 3, 4\]",
             id="projection",
         ),
         pytest.param(
@@ -507,9 +507,9 @@ def test_tables_are_the_products_they_replace(dtype):
         assert bool(((found - expected).abs() <= step * expected.abs().amax(dim=1, keepdim=True) + 1e-6).all())
 
     assert_rows(tables.predecessors, torch.cat((p @ wide["message"].T, p @ wide["predecessor_gate"].T), dim=1))
-    root = tables.root.double()
+    factor = tables.write_factor.double()
     torch.testing.assert_close(
-        root.T @ root, wide["write"].T @ wide["write"], rtol=2**-8, atol=2**-6 if dtype == torch.bfloat16 else 1e-5
+        factor.T @ factor, wide["write"].T @ wide["write"], rtol=2**-8, atol=2**-6 if dtype == torch.bfloat16 else 1e-5
     )
     assert_rows(tables.head_messages, (wide["head_weight"] * wide["norm_weight"]) @ wide["write"])
     assert torch.equal(tables.projection, torch.cat((w["readout"], w["write"].T)))

@@ -189,7 +189,7 @@ def test_every_cut_of_the_scores_gives_the_same(monkeypatch, rows):
 
 @pytest.mark.parametrize("cut", [(16, 16, 32, 1), (32, 16, 16, 3), (16, 64, 64, 1), (16, 16, 16, 4)], ids=str)
 def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
-    """Catches a split that leaves a part of the hidden axis out, and a ticket left behind by an earlier launch."""
+    """Catches a split that leaves a part of the hidden axis out, and a counter left behind by an earlier launch."""
     tile = triton_support.Tile(*cut[:3], split=cut[3], stages=2)
     monkeypatch.setattr(
         sys.modules["dspine_hub.kernels.injection_kernels"], "pick_tile", lambda tiles, rows, dtype: tile
@@ -201,7 +201,7 @@ def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
         anchor = torch.tensor([1, 2, 3], device=DEVICE)
         expected = adjacent_injection_reference(hidden.cpu().double(), exact["codes"][1:4], injection_weights(exact))
         assert_near(adjacent_injection(hidden, anchor, 0, tables).hidden, expected, torch.float32)
-    assert not bool(tables.tickets.any())
+    assert not bool(tables.arrivals.any())
 
 
 def test_zero_states():

@@ -28,16 +28,16 @@ class SlotProjection(NamedTuple):
 
     Args:
         receiver (`torch.Tensor` of shape `[B, n, M]`): Receiver gate before bias and sigmoid.
-        update (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write. Both are float32 where a
-            kernel computes them: scores are compared by small differences.
+        write_projection (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write. Both are float32
+            where a kernel computes them: scores are compared by small differences.
     """
 
     receiver: torch.Tensor
-    update: torch.Tensor
+    write_projection: torch.Tensor
 
     def slots(self) -> SlotProjection:
         """Leave the anchors' rows of a block out: `[B, N, M]` to `[B, S, M]`."""
-        return SlotProjection(self.receiver[:, 1:], self.update[:, 1:])
+        return SlotProjection(self.receiver[:, 1:], self.write_projection[:, 1:])
 
 
 class InjectedBlock(NamedTuple):
@@ -128,15 +128,15 @@ def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables
 def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
     weights, last = tables.layers[layer], layer == tables.last
     rows = hidden.contiguous().flatten(0, 1)
-    products = readout(rows, tables.projection if last else weights.readout, tables.tickets, wide=last)
+    products = readout(rows, tables.projection if last else weights.readout, tables.arrivals, wide=last)
     run_gate = gate_of_many if vendors(rows, wide=last) else gate
     z, receiver, square = run_gate(rows, products, anchor, layer, tables)
     written = write(rows, z, square, weights.write).view(hidden.shape)
     if not last:
         return InjectedBlock(written)
-    update = products[:, weights.readout.shape[0] :]
-    receiver, update, z = (x.unflatten(0, hidden.shape[:2]) for x in (receiver, update, z))
-    return InjectedBlock(written, SlotProjection(receiver, update), z)
+    write_projection = products[:, weights.readout.shape[0] :]
+    receiver, write_projection, z = (x.unflatten(0, hidden.shape[:2]) for x in (receiver, write_projection, z))
+    return InjectedBlock(written, SlotProjection(receiver, write_projection), z)
 
 
 def adjacent_injection(

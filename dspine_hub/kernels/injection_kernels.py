@@ -33,7 +33,7 @@ def _readout_kernel(
     weight_ptr,  # [C, H]
     out_ptr,  # [rows, C]
     partial_ptr,  # [SPLIT, rows, C], float32
-    ticket_ptr,  # [tiles], int32
+    arrivals_ptr,  # [tiles], int32
     rows,
     H: tl.constexpr,
     C: tl.constexpr,
@@ -74,14 +74,14 @@ def _readout_kernel(
     else:
         tl.store(partial_ptr + split * rows * C + at, acc, inside)
         tl.debug_barrier()
-        ticket_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(ticket_ptr, 1) == SPLIT - 1:
-            # the last to arrive adds all parts, always in the same order, and leaves the ticket as it was
+        arrivals_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(arrivals_ptr, 1) == SPLIT - 1:
+            # the last to arrive adds all parts, always in the same order, and leaves the counter as it was
             total = tl.zeros((BM, BN), tl.float32)
             for part in tl.static_range(SPLIT):
                 total += tl.load(partial_ptr + part * rows * C + at, inside, 0.0, cache_modifier=".cg")
             tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), inside)
-            tl.store(ticket_ptr, 0)
+            tl.store(arrivals_ptr, 0)
 
 
 @jit
@@ -137,7 +137,7 @@ def _gate_kernel(
     gate_ptr,  # [rows, M], float32
     square_ptr,  # [SQUARES * SPLIT, rows], float32
     partial_ptr,  # [tiles, SPLIT, 3 * BN + 1, BM], float32
-    ticket_ptr,  # [tiles], int32
+    arrivals_ptr,  # [tiles], int32
     rows,
     scale,
     N: tl.constexpr,
@@ -234,7 +234,7 @@ def _gate_kernel(
         tl.store(mine + 2 * BM * BN + at, message)
         tl.store(mine + 3 * BM * BN + row, f_square)
         tl.debug_barrier()
-        if SPLIT == 1 or tl.atomic_add(ticket_ptr + tile, 1) == SPLIT - 1:
+        if SPLIT == 1 or tl.atomic_add(arrivals_ptr + tile, 1) == SPLIT - 1:
             at_before = before[:, None] * BN + tl.arange(0, BN)[None, :]
             receiver = tl.zeros((BM, BN), tl.float32)
             gate = tl.zeros((BM, BN), tl.float32)
@@ -253,7 +253,7 @@ def _gate_kernel(
                 p_square, r, m, own, scale, N, M, KEEP,
             )  # fmt: skip
             if SPLIT > 1:
-                tl.store(ticket_ptr + tile, 0)
+                tl.store(arrivals_ptr + tile, 0)
 
 
 @jit
@@ -405,9 +405,9 @@ def vendors(hidden: torch.Tensor, wide: bool) -> bool:
     return hidden.shape[0] > READOUT_TILES[-1][0] and hidden.dtype != torch.float32 and able
 
 
-def _split(tile: Tile, tiles: int, tickets: torch.Tensor) -> int:
-    # every tile whose sum is split needs a ticket; grids beyond them fill a device without splitting
-    return tile.split if tiles <= tickets.shape[0] else 1
+def _split(tile: Tile, tiles: int, arrivals: torch.Tensor) -> int:
+    # every tile whose sum is split needs a counter; grids beyond them fill a device without splitting
+    return tile.split if tiles <= arrivals.shape[0] else 1
 
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -417,21 +417,21 @@ def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def readout(hidden: torch.Tensor, weight: torch.Tensor, tickets: torch.Tensor, wide: bool) -> torch.Tensor:
+def readout(hidden: torch.Tensor, weight: torch.Tensor, arrivals: torch.Tensor, wide: bool) -> torch.Tensor:
     """Launch 1: states `[rows, H]` and weights `[C, H]` to products `[rows, C]`, if `wide` in float32."""
     (rows, width), columns = hidden.shape, weight.shape[0]
     if vendors(hidden, wide):
         return _wide_product(hidden, weight) if wide else F.linear(hidden, weight)
     tile = pick_tile(READOUT_TILES, rows, hidden.dtype)
     tiles = (cdiv(columns, tile.columns), cdiv(rows, tile.rows))
-    split = _split(tile, tiles[0] * tiles[1], tickets)
+    split = _split(tile, tiles[0] * tiles[1], arrivals)
     out = hidden.new_empty(rows, columns, dtype=torch.float32 if wide else hidden.dtype)
     _readout_kernel[(*tiles, split)](
         hidden,
         weight,
         out,
         out if split == 1 else hidden.new_empty(split, rows, columns, dtype=torch.float32),
-        tickets,
+        arrivals,
         rows,
         H=width,
         C=columns,
@@ -456,7 +456,7 @@ def gate(
     tile, block = pick_tile(GATE_TILES, rows, hidden.dtype), rows // anchor.shape[0]
     tile = tile._replace(rows=max(tile.rows, next_power_of_2(block)))
     tiles = (cdiv(size, tile.columns), cdiv(anchor.shape[0], tile.rows // block))
-    split = _split(tile, tiles[0] * tiles[1], tables.tickets)
+    split = _split(tile, tiles[0] * tiles[1], tables.arrivals)
     z = hidden.new_empty(rows, size)
     gate = hidden.new_empty(rows, size, dtype=torch.float32) if layer == tables.last else z
     # about four steps for every program that sums squares
@@ -474,7 +474,7 @@ def gate(
         gate,
         square,
         hidden.new_empty(parts, dtype=torch.float32),
-        tables.tickets,
+        tables.arrivals,
         rows,
         math.sqrt(rank),
         N=block,

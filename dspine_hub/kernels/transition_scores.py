@@ -15,8 +15,8 @@ with `s = rms(h)`, `W` the write, `w` the norm's weight, `G_d = W^T (w*e_d)`. Wh
 the tables of `transfer_tables`, what the last injection has already computed from its projection.
 
 Two launches, and nothing larger than the scores in memory. The first does the matrix products of a length,
-`z^T (W^T W) z = |root z|^2`, for several slots at once. The second takes one slot a program, reads the rows of its
-candidates, and finds each predecessor's length where its scores will stand.
+`z^T (W^T W) z = |F z|^2` with the triangular factor `F` of `W`, for several slots at once. The second takes one slot a
+program, reads the rows of its candidates, and finds each predecessor's length where its scores will stand.
 
 A head that is split over ranks, or quantised, has no rows to read. The backbone's own logit `u_d` went through it, and
 gives the product with the message `z_0` the slot was written:
@@ -131,8 +131,8 @@ def _scores_torch(state, candidates, anchor, projection, tables, backbone) -> to
         own = torch.matmul(head, backbone.message.float()[..., None]).squeeze(-1)  # z_0.G_d, [B, S, K]
         dots = backbone.logits * scale - s * own
     numerator = dots[:, :, None, :] + s[..., None] * torch.matmul(z, head.transpose(-1, -2))
-    cross = torch.matmul(z, projection.update.float()[..., None]).squeeze(-1)  # z.(W^T h), [B, S, K]
-    quadratic = torch.matmul(z, tables.root.float().T).pow(2).sum(-1)  # z^T (W^T W) z, [B, S, K]
+    cross = torch.matmul(z, projection.write_projection.float()[..., None]).squeeze(-1)  # z.(W^T h), [B, S, K]
+    quadratic = torch.matmul(z, tables.write_factor.float().T).pow(2).sum(-1)  # z^T (W^T W) z, [B, S, K]
     mean_square = (square + 2 * s * cross + s.pow(2) * quadratic).clamp_min(0) / h.shape[-1]
     return numerator * torch.rsqrt(mean_square + tables.norm_eps)[..., None]
 
@@ -180,7 +180,7 @@ def _length_kernel(
     table_ptr,  # [V, 2M]
     table_scale_ptr,  # [V]
     bias_ptr,  # [M]
-    root_ptr,  # [M, M], upper triangle
+    factor_ptr,  # [M, M], upper triangle
     out_ptr,  # [B, S, K, K], float32
     slots,
     receiver_batch,
@@ -215,9 +215,9 @@ def _length_kernel(
     message = tl.load(table_row + m[None, :], mask, 0)
     gate = tl.load(table_row + M + m[None, :], mask, 0)
     image = tl.zeros((RP, BN), tl.float32)
-    # left of its diagonal the root is zero; skipping that would have the compiler wait for every product
+    # left of its diagonal the factor is zero; skipping that would have the compiler wait for every product
     for _ in range((M + BK - 1) // BK):
-        root = tl.load(root_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
+        factor = tl.load(factor_ptr + n[None, :] * M + m[:, None], (m < M)[:, None] & (n < M)[None, :], 0.0)
         receiver = tl.load(receiver_row + m[None, :], mask, 0.0)
         z = _gated_message(message, gate, scale, receiver, tl.load(bias_ptr + m, m < M, 0.0)[None, :])
         m += BK
@@ -225,7 +225,7 @@ def _length_kernel(
         message = tl.load(table_row + m[None, :], mask, 0)
         gate = tl.load(table_row + M + m[None, :], mask, 0)
         # a length is the same for all candidates of a row: it may be rounded, it tells none from another
-        image = tl.dot(z.to(root.dtype), root, image, input_precision=PRECISION)
+        image = tl.dot(z.to(factor.dtype), factor, image, input_precision=PRECISION)
     # it waits in the row of the scores it will scale
     tl.store(out_ptr + (slot * K + c).to(tl.int64) * K + part, tl.sum(image * image, 1), inside)
 
@@ -236,7 +236,7 @@ def _scores_kernel(
     candidates_ptr,  # [B, S, K], int64
     anchor_ptr,  # [B], int64
     receiver_ptr,  # [B, S, M]
-    update_ptr,  # [B, S, M]
+    write_projection_ptr,  # [B, S, M]
     table_ptr,  # [V, 2M]
     table_scale_ptr,  # [V]
     bias_ptr,  # [M]
@@ -249,13 +249,13 @@ def _scores_kernel(
     length_ptr,  # [B, S]
     out_ptr,  # [B, S, K, K], float32; in its first columns the parts of a row's |W z|^2
     partial_ptr,  # [B * S, SPLIT, (KP + 2) * KP + 1], float32
-    ticket_ptr,  # [B * S], int32
+    arrivals_ptr,  # [B * S], int32
     state_batch,
     state_slot,
     receiver_batch,
     receiver_slot,
-    update_batch,
-    update_slot,
+    write_projection_batch,
+    write_projection_slot,
     own_batch,
     own_slot,
     length_batch,
@@ -287,7 +287,7 @@ def _scores_kernel(
     source = own if BY_TOKEN else (slot * K + c).to(tl.int64)
     table_row, message_row = table_ptr + token[:, None] * (2 * M), messages_ptr + source[:, None] * M
     receiver_ptr += b * receiver_batch + s * receiver_slot
-    update_ptr += b * update_batch + s * update_slot
+    write_projection_ptr += b * write_projection_batch + s * write_projection_slot
     own_ptr += b * own_batch + s * own_slot
     # rows of the tables lie anywhere in memory: each is asked for one step before it is used
     m_steps: tl.constexpr = (M + SPLIT * BK - 1) // (SPLIT * BK)
@@ -329,7 +329,7 @@ def _scores_kernel(
     for _ in range(m_steps):
         receiver = tl.load(receiver_ptr + m, m < M, 0.0)[None, :]
         z = _gated_message(message, gate, scale, receiver, tl.load(bias_ptr + m, m < M, 0.0)[None, :])
-        crosses += z * tl.load(update_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
+        crosses += z * tl.load(write_projection_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
         wide = g.to(tl.float32)
         if FROM_LOGITS:
             written += wide * tl.load(own_ptr + m, m < M, 0.0).to(tl.float32)[None, :]
@@ -366,10 +366,10 @@ def _scores_kernel(
         tl.store(mine + KP * KP + KP + c, cross)
         tl.store(mine + (KP + 2) * KP, square)
         tl.debug_barrier()
-        last = tl.atomic_add(ticket_ptr + slot, 1) == SPLIT - 1
+        last = tl.atomic_add(arrivals_ptr + slot, 1) == SPLIT - 1
     if last:
         if SPLIT > 1:
-            # the last to arrive adds all parts, always in the same order, and leaves the ticket as it was
+            # the last to arrive adds all parts, always in the same order, and leaves the counter as it was
             numerator = tl.zeros((KP, KP), tl.float32)
             dots = tl.zeros((KP,), tl.float32)
             cross = tl.zeros((KP,), tl.float32)
@@ -380,7 +380,7 @@ def _scores_kernel(
                 dots += tl.load(theirs + KP * KP + c, cache_modifier=".cg")
                 cross += tl.load(theirs + KP * KP + KP + c, cache_modifier=".cg")
                 square += tl.load(theirs + (KP + 2) * KP, cache_modifier=".cg")
-            tl.store(ticket_ptr + slot, 0)
+            tl.store(arrivals_ptr + slot, 0)
         row_ptr = out_ptr + (slot * K + c).to(tl.int64) * K
         quadratic = tl.zeros((KP,), tl.float32)
         for index in tl.static_range(LENGTHS):
@@ -393,7 +393,7 @@ def _scores_kernel(
 
 
 # measured on an H200 at H 4096, M 512, K 16; bounds are slots: 15 a request. `rows` are slots of a program, `columns`
-# its rows of the root, `depth` what is read at once of the message axis
+# its rows of the factor, `depth` what is read at once of the message axis
 LENGTH_TILES = (
     (16, Tile(1, 64, 256, stages=1)),
     (64, Tile(1, 256, 64, stages=3)),
@@ -438,9 +438,9 @@ def _gathered_head_messages(candidates: torch.Tensor, tables: TransferTables) ->
 
 def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> torch.Tensor:
     batch, slots, width = state.shape
-    count, size, dtype = candidates.shape[-1], tables.root.shape[0], tables.root.dtype
+    count, size, dtype = candidates.shape[-1], tables.write_factor.shape[0], tables.write_factor.dtype
     # views are read as they come, so long as a row is in one piece
-    state, receiver, update = (x if x.stride(2) == 1 else x.contiguous() for x in (state, *projection))
+    state, receiver, write_projection = (x if x.stride(2) == 1 else x.contiguous() for x in (state, *projection))
     candidates = candidates.contiguous()
     from_logits = backbone is not None
     # a launch names all operands, also those it does not read
@@ -465,7 +465,7 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
         receiver,
         *predecessors,
         bias,
-        tables.root,
+        tables.write_factor,
         out,
         batch * slots,
         *receiver.stride()[:2],
@@ -482,14 +482,14 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
         **overlap(state),
     )
     tile = pick_tile(SCORE_TILES, batch * slots, dtype)
-    split = tile.split if batch * slots <= tables.tickets.shape[0] else 1
+    split = tile.split if batch * slots <= tables.arrivals.shape[0] else 1
     padded = max(16, next_power_of_2(count))
     _scores_kernel[(batch * slots, split)](
         state,
         candidates,
         anchor,
         receiver,
-        update,
+        write_projection,
         *predecessors,
         bias,
         tables.norm_weight,
@@ -501,10 +501,10 @@ def _scores_triton(state, candidates, anchor, projection, tables, backbone) -> t
         length,
         out,
         out if split == 1 else out.new_empty(batch * slots * split * ((padded + 2) * padded + 1)),
-        tables.tickets,
+        tables.arrivals,
         *state.stride()[:2],
         *receiver.stride()[:2],
-        *update.stride()[:2],
+        *write_projection.stride()[:2],
         *message.stride()[:2],
         *length.stride(),
         tables.norm_eps,
@@ -562,7 +562,7 @@ def transition_scores(
         raise ValueError(f"`anchor` must have shape [B] = {list(state.shape[:1])}, got {list(anchor.shape)}.")
     if projection is None:
         projection = slot_projection(state, tables)
-    expected = (*state.shape[:2], tables.root.shape[0])
+    expected = (*state.shape[:2], tables.write_factor.shape[0])
     for name, tensor in zip(SlotProjection._fields, projection, strict=True):
         if tensor.shape != expected:
             raise ValueError(f"`{name}` must have shape [B, S, M] = {list(expected)}, got {list(tensor.shape)}.")
