@@ -6,8 +6,8 @@
     h_j += rms(h_j) * write(g_j * message(p_j))                 rms in float32; row 0 (the anchor) is never written
 
 The reference computes its matrix products in the dtype of its operands and every norm in float32; called with float32
-operands it is the definition, and what training differentiates. `injection_kernels` holds what a GPU runs. Source of
-the method: arXiv 2609.36173; weight names follow the public trainer's checkpoints.
+operands it is the definition, and what training differentiates. `injection_kernels` and `injection_gate_kernels` hold
+what a GPU runs. Source of the method: arXiv 2609.36173; weight names follow the public trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .injection_kernels import gate, gate_of_many, readout, vendors, write
+from .injection_gate_kernels import gate_from_library_products, launch_gate
+from .injection_kernels import launch_readout, launch_write, library_product, library_product_wins
 from .transfer_tables import InjectionWeights, TransferTables
 from .triton_support import use_triton
 
@@ -127,16 +128,21 @@ def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables
 
 def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
     weights, last = tables.layers[layer], layer == tables.last
-    rows = hidden.contiguous().flatten(0, 1)
-    products = readout(rows, tables.projection if last else weights.readout, tables.arrivals, wide=last)
-    run_gate = gate_of_many if vendors(rows, wide=last) else gate
-    z, receiver, square = run_gate(rows, products, anchor, layer, tables)
-    written = write(rows, z, square, weights.write).view(hidden.shape)
+    rows, weight = hidden.contiguous().flatten(0, 1), tables.projection if last else weights.readout
+    if library_product_wins(rows, wide=last):
+        products = library_product(rows, weight, wide=last)
+        message, receiver, square = gate_from_library_products(rows, products, anchor, layer, tables)
+    else:
+        products = launch_readout(rows, weight, tables.arrivals, wide=last)
+        message, receiver, square = launch_gate(rows, products, anchor, layer, tables)
+    written = launch_write(rows, message, square, weights.write).view(hidden.shape)
     if not last:
         return InjectedBlock(written)
     write_projection = products[:, weights.readout.shape[0] :]
-    receiver, write_projection, z = (x.unflatten(0, hidden.shape[:2]) for x in (receiver, write_projection, z))
-    return InjectedBlock(written, SlotProjection(receiver, write_projection), z)
+    receiver, write_projection, message = (
+        x.unflatten(0, hidden.shape[:2]) for x in (receiver, write_projection, message)
+    )
+    return InjectedBlock(written, SlotProjection(receiver, write_projection), message)
 
 
 def adjacent_injection(
