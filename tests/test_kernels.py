@@ -268,6 +268,23 @@ def test_injection_equals_the_naive_loop(form, shape):
             torch.testing.assert_close(found[b, j].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_replaced_blocks_follow_their_true_tokens():
+    """Catches a wrong block replaced, a code that is not as long as a feature, true tokens shifted by a slot."""
+    w = weights(5, 17, 3, 29)
+    hidden, anchor, true = torch.randn(2, 4, 17), torch.arange(2), torch.tensor([[4, 9, 2], [3, 1, 7]])
+    codes = w["codes"][anchor], w["codes"][true]
+    found = adjacent_injection_reference(
+        hidden, codes[0], injection_weights(w), true_codes=codes[1], replaced=torch.tensor([True, False])
+    )
+    assert torch.equal(found[1], inject_by_definition(hidden, anchor, w)[1])
+    assert torch.equal(found[0, 0], hidden[0, 0])
+    for j in range(1, 4):
+        feature = naive_feature(hidden[0, j], w["readout"])
+        expected = naive_write(hidden[0, j].double(), feature, math.sqrt(5) * codes[1][0, j - 1].double(), w)
+        # float32 sums of at most 17 terms
+        torch.testing.assert_close(found[0, j].double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_anchor_row_is_never_written():
     """Catches a write to row 0, whose state is the committed token's own."""
     w = weights(5, 17, 3, 29)

@@ -93,7 +93,11 @@ def inject_message(
 
 
 def adjacent_injection_reference(
-    hidden: torch.Tensor, anchor_code: torch.Tensor, weights: InjectionWeights
+    hidden: torch.Tensor,
+    anchor_code: torch.Tensor,
+    weights: InjectionWeights,
+    true_codes: torch.Tensor | None = None,
+    replaced: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Define adjacent injection from the weights alone; differentiable.
 
@@ -101,17 +105,28 @@ def adjacent_injection_reference(
         hidden (`torch.Tensor` of shape `[B, N, H]`): Block states after a layer; row 0 is the anchor.
         anchor_code (`torch.Tensor` of shape `[B, R]`): Unit code of the anchor token.
         weights ([`InjectionWeights`]): Of this layer.
+        true_codes (`torch.Tensor` of shape `[B, S, R]`, *optional*): Unit codes of the tokens that truly precede the
+            slots, for training.
+        replaced (`torch.Tensor` of shape `[B]`, bool, *optional*): Blocks whose predecessors are those, and not
+            predicted; comes with `true_codes`.
 
     Returns:
         `torch.Tensor` of shape `[B, N, H]`: The states after the write; row 0 is returned untouched.
     """
     feature = predicted_feature(hidden, weights.readout)
-    anchor_feature = math.sqrt(weights.readout.shape[0]) * anchor_code.to(hidden.dtype)
-    predecessor = torch.cat((anchor_feature[:, None], feature[:, 1:-1]), dim=1)
+    scale = math.sqrt(weights.readout.shape[0])
+    predecessor = torch.cat((scale * anchor_code.to(hidden.dtype)[:, None], feature[:, 1:-1]), dim=1)
+    if true_codes is not None:
+        predecessor = torch.where(replaced[:, None, None], scale * true_codes.to(hidden.dtype), predecessor)
     return torch.cat((hidden[:, :1], inject_message(hidden[:, 1:], feature[:, 1:], predecessor, weights)), dim=1)
 
 
 def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
+    """Do what the reference does from tables that hold no code.
+
+    The formula stands here once more because what the reference starts from, the codes `[V, R]`, is gone at inference:
+    tables keep what they were multiplied to, message and gate of every token. It also keeps what the transition needs.
+    """
     weights = tables.layers[layer]
     feature = predicted_feature(hidden, weights.readout)
     receiver = F.linear(feature, weights.receiver_gate)
