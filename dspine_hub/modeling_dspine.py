@@ -31,7 +31,6 @@ from .kernels import (
     adjacent_injection,
     adjacent_injection_reference,
     candidate_walk,
-    inject_message,
     predicted_feature,
     top_candidates,
     transfer_tables,
@@ -222,21 +221,9 @@ class AdjacentInjection(nn.Module):
         """Read predicted features, `[..., H]` to `[..., R]`."""
         return predicted_feature(hidden, self.readouts[layer].weight)
 
-    def forward(self, hidden, anchor_code, layer, teacher=None, replace=None):
-        """Inject into blocks `[B, N, H]`, differentiably.
-
-        In training, where `replace` (`[B]`, bool) is set, the block's predecessors are the codes of its true tokens,
-        `teacher` of shape `[B, S, R]`, instead of predicted features.
-        """
-        weights = self.weights(layer)
-        if teacher is None:
-            return adjacent_injection_reference(hidden, anchor_code, weights)
-        feature = predicted_feature(hidden, weights.readout)
-        scale = math.sqrt(weights.readout.shape[0])
-        predicted = torch.cat((scale * anchor_code.to(hidden.dtype)[:, None], feature[:, 1:-1]), dim=1)
-        predecessor = torch.where(replace[:, None, None], scale * teacher.to(hidden.dtype), predicted)
-        written = inject_message(hidden[:, 1:], feature[:, 1:], predecessor, weights)
-        return torch.cat((hidden[:, :1], written), dim=1)
+    def forward(self, hidden, anchor_code, layer, true_codes=None, replaced=None):
+        """Inject into blocks `[B, N, H]` by definition, differentiably; see [`adjacent_injection_reference`]."""
+        return adjacent_injection_reference(hidden, anchor_code, self.weights(layer), true_codes, replaced)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The three operations DSpine adds to a block drafter, and the choice of candidates; one file each."""
+"""The three operations DSpine adds to a block drafter, and the choice of candidates; long kernels apart."""
 
 from .adjacent_injection import (
     InjectedBlock,

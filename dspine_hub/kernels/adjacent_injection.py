@@ -6,8 +6,8 @@
     h_j += rms(h_j) * write(g_j * message(p_j))                 rms in float32; row 0 (the anchor) is never written
 
 The reference computes its matrix products in the dtype of its operands and every norm in float32; called with float32
-operands it is the definition, and what training differentiates. `injection_kernels` holds what a GPU runs. Source of
-the method: arXiv 2609.36173; weight names follow the public trainer's checkpoints.
+operands it is the definition, and what training differentiates. `injection_kernels` and `injection_gate_kernels` hold
+what a GPU runs. Source of the method: arXiv 2609.36173; weight names follow the public trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .injection_kernels import gate, gate_of_many, readout, vendors, write
+from .injection_gate_kernels import gate_from_library_products, launch_gate
+from .injection_kernels import launch_readout, launch_write, library_product, library_product_wins
 from .transfer_tables import InjectionWeights, TransferTables
 from .triton_support import use_triton
 
@@ -28,16 +29,16 @@ class SlotProjection(NamedTuple):
 
     Args:
         receiver (`torch.Tensor` of shape `[B, n, M]`): Receiver gate before bias and sigmoid.
-        update (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write. Both are float32 where a
-            kernel computes them: scores are compared by small differences.
+        write_projection (`torch.Tensor` of shape `[B, n, M]`): `W^T h` of the state before the write. Both are float32
+            where a kernel computes them: scores are compared by small differences.
     """
 
     receiver: torch.Tensor
-    update: torch.Tensor
+    write_projection: torch.Tensor
 
     def slots(self) -> SlotProjection:
         """Leave the anchors' rows of a block out: `[B, N, M]` to `[B, S, M]`."""
-        return SlotProjection(self.receiver[:, 1:], self.update[:, 1:])
+        return SlotProjection(self.receiver[:, 1:], self.write_projection[:, 1:])
 
 
 class InjectedBlock(NamedTuple):
@@ -92,7 +93,11 @@ def inject_message(
 
 
 def adjacent_injection_reference(
-    hidden: torch.Tensor, anchor_code: torch.Tensor, weights: InjectionWeights
+    hidden: torch.Tensor,
+    anchor_code: torch.Tensor,
+    weights: InjectionWeights,
+    true_codes: torch.Tensor | None = None,
+    replaced: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Define adjacent injection from the weights alone; differentiable.
 
@@ -100,17 +105,28 @@ def adjacent_injection_reference(
         hidden (`torch.Tensor` of shape `[B, N, H]`): Block states after a layer; row 0 is the anchor.
         anchor_code (`torch.Tensor` of shape `[B, R]`): Unit code of the anchor token.
         weights ([`InjectionWeights`]): Of this layer.
+        true_codes (`torch.Tensor` of shape `[B, S, R]`, *optional*): Unit codes of the tokens that truly precede the
+            slots, for training.
+        replaced (`torch.Tensor` of shape `[B]`, bool, *optional*): Blocks whose predecessors are those, and not
+            predicted; comes with `true_codes`.
 
     Returns:
         `torch.Tensor` of shape `[B, N, H]`: The states after the write; row 0 is returned untouched.
     """
     feature = predicted_feature(hidden, weights.readout)
-    anchor_feature = math.sqrt(weights.readout.shape[0]) * anchor_code.to(hidden.dtype)
-    predecessor = torch.cat((anchor_feature[:, None], feature[:, 1:-1]), dim=1)
+    scale = math.sqrt(weights.readout.shape[0])
+    predecessor = torch.cat((scale * anchor_code.to(hidden.dtype)[:, None], feature[:, 1:-1]), dim=1)
+    if true_codes is not None:
+        predecessor = torch.where(replaced[:, None, None], scale * true_codes.to(hidden.dtype), predecessor)
     return torch.cat((hidden[:, :1], inject_message(hidden[:, 1:], feature[:, 1:], predecessor, weights)), dim=1)
 
 
 def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
+    """Do what the reference does from tables that hold no code.
+
+    The formula stands here once more because what the reference starts from, the codes `[V, R]`, is gone at inference:
+    tables keep what they were multiplied to, message and gate of every token. It also keeps what the transition needs.
+    """
     weights = tables.layers[layer]
     feature = predicted_feature(hidden, weights.readout)
     receiver = F.linear(feature, weights.receiver_gate)
@@ -127,16 +143,21 @@ def _inject_torch(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables
 
 def _inject_triton(hidden: torch.Tensor, anchor: torch.Tensor, layer: int, tables: TransferTables) -> InjectedBlock:
     weights, last = tables.layers[layer], layer == tables.last
-    rows = hidden.contiguous().flatten(0, 1)
-    products = readout(rows, tables.projection if last else weights.readout, tables.tickets, wide=last)
-    run_gate = gate_of_many if vendors(rows, wide=last) else gate
-    z, receiver, square = run_gate(rows, products, anchor, layer, tables)
-    written = write(rows, z, square, weights.write).view(hidden.shape)
+    rows, weight = hidden.contiguous().flatten(0, 1), tables.projection if last else weights.readout
+    if library_product_wins(rows, wide=last):
+        products = library_product(rows, weight, wide=last)
+        message, receiver, square = gate_from_library_products(rows, products, anchor, layer, tables)
+    else:
+        products = launch_readout(rows, weight, tables.arrivals, wide=last)
+        message, receiver, square = launch_gate(rows, products, anchor, layer, tables)
+    written = launch_write(rows, message, square, weights.write).view(hidden.shape)
     if not last:
         return InjectedBlock(written)
-    update = products[:, weights.readout.shape[0] :]
-    receiver, update, z = (x.unflatten(0, hidden.shape[:2]) for x in (receiver, update, z))
-    return InjectedBlock(written, SlotProjection(receiver, update), z)
+    write_projection = products[:, weights.readout.shape[0] :]
+    receiver, write_projection, message = (
+        x.unflatten(0, hidden.shape[:2]) for x in (receiver, write_projection, message)
+    )
+    return InjectedBlock(written, SlotProjection(receiver, write_projection), message)
 
 
 def adjacent_injection(

@@ -54,6 +54,7 @@ def _walk_kernel(
     KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Walk one request: choose in every row of its scores, then follow what was chosen; grid `[B]`."""
     b = tl.program_id(0)
     row, d = tl.arange(0, SP * KP), tl.arange(0, KP)
     slot, c = row // KP, row % KP

@@ -19,7 +19,7 @@ MOST = 64
 
 @jit
 def _sortable(x):
-    # integers that ascend as the numbers do: below zero, all bits but the sign are turned around
+    """Return int32 keys that ascend as the numbers do, of any shape: below zero all bits but the sign are turned."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         key = bits ^ ((bits >> 31) & 0x7FFF)
@@ -31,7 +31,10 @@ def _sortable(x):
 
 @jit
 def _ranked(key, position, inside, NARROW: tl.constexpr):
-    # no two alike: of equal keys the one that stands first is the larger
+    """Return keys of which no two are alike, of any shape: of equal ones that which stands first is the larger.
+
+    The place is in the lower half, of int32 where keys are of 16 bits (`NARROW`), else of int64; outside is the least.
+    """
     if NARROW:
         ranked = tl.where(inside, (key << 16) | (0xFFFF - position), -(1 << 31))
     else:
@@ -42,12 +45,13 @@ def _ranked(key, position, inside, NARROW: tl.constexpr):
 
 @jit
 def _place_of(ranked, NARROW: tl.constexpr):
+    """Read the place from what [`_ranked`] returned, int32."""
     return 0xFFFF - (ranked & 0xFFFF) if NARROW else (0xFFFFFFFF - (ranked & 0xFFFFFFFF)).to(tl.int32)
 
 
 @jit
 def _take_largest(ranked, K: tl.constexpr, KP: tl.constexpr, NARROW: tl.constexpr):
-    # the K largest, falling; what is missing is the least there is
+    """Take the `K` largest of a vector, falling, to `[KP]`; what is missing is the least there is."""
     place = tl.arange(0, KP)
     taken = tl.full((KP,), -(1 << 31) if NARROW else -(1 << 63), ranked.dtype)
     for step in range(K):
@@ -68,6 +72,7 @@ def _group_kernel(
     BG: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Store the key of the largest logit of every group; grid `[ceil(groups / BG), rows]`."""
     row = tl.program_id(1).to(tl.int64)
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -95,6 +100,7 @@ def _pick_kernel(
     GP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Choose `K` groups, then the `K` largest of their logits; grid `[rows]`."""
     NARROW: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth == 16
     row = tl.program_id(0).to(tl.int64)
     g, place = tl.arange(0, GP), tl.arange(0, KP)

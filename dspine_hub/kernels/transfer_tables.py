@@ -2,7 +2,7 @@
 
     predecessors[v] = (message(p_v) | predecessor_gate(p_v)),  p_v = sqrt(R) * codes[v]     [V, 2M], replaces the codes
     projection      = (readout of the last layer | W^T),       W = write of the last layer  [R + M, H]
-    root            = R of W = QR, so that |W z| = |root z|                                 [M, M]
+    write_factor    = F of W = QF, F triangular, Q orthonormal: |W z| = |F z|               [M, M]
     head_messages[v] = W^T (w * lm_head[v]),                   w = weight of the final norm [V, M], optional
 
 Sums run in float32. The two tables of tokens are [`TokenTable`]s, the rest has the dtype of the weights. Source of the
@@ -68,31 +68,31 @@ class TokenTable(NamedTuple):
 class TransferTables:
     """Prepared operands of all layers; see [`transfer_tables`] for how they come about.
 
-    One object serves one CUDA stream at a time: kernels that split a sum count their parts in `tickets`.
+    One object serves one CUDA stream at a time: kernels that split a sum count their parts in `arrivals`.
 
     Args:
         layers (`tuple[InjectionWeights]` of `L`): The weights themselves, by reference.
         predecessors ([`TokenTable`] of shape `[V, 2M]`): Message and predecessor gate of every token.
         projection (`torch.Tensor` of shape `[R + M, H]`): Readout of the last layer over its transposed write.
         gates (`torch.Tensor` of shape `[3M, R]`): Receiver gate, predecessor gate and message of all layers.
-        root (`torch.Tensor` of shape `[M, M]`): Upper triangle whose `root^T root` is `W^T W` of the last write: a
-            length read through it is never negative, whatever is rounded.
+        write_factor (`torch.Tensor` of shape `[M, M]`): Upper triangle `F` whose `F^T F` is `W^T W` of the last write:
+            a length read through it is never negative, whatever is rounded.
         norm_weight (`torch.Tensor` of shape `[H]`), norm_eps (`float`): Final RMSNorm.
         head_weight (`torch.Tensor` of shape `[V, H]`): The target's LM head, by reference.
         head_messages ([`TokenTable`] of shape `[V, M]`, *optional*): What every token's head row reads of a message.
-        tickets (`torch.Tensor` of shape `[n]`, int32): Zeros between launches.
+        arrivals (`torch.Tensor` of shape `[n]`, int32): Counts the parts of split sums; zeros between launches.
     """
 
     layers: tuple[InjectionWeights, ...]
     predecessors: TokenTable
     projection: torch.Tensor
     gates: torch.Tensor
-    root: torch.Tensor
+    write_factor: torch.Tensor
     norm_weight: torch.Tensor
     norm_eps: float
     head_weight: torch.Tensor
     head_messages: TokenTable | None
-    tickets: torch.Tensor
+    arrivals: torch.Tensor
 
     @property
     def last(self) -> int:
@@ -180,9 +180,9 @@ def transfer_tables(
     if tuple(head_weight.shape) != (codes.shape[0], hidden):
         expected = [codes.shape[0], hidden]
         raise ValueError(f"`head_weight` must have shape [V, H] = {expected}, got {list(head_weight.shape)}.")
-    root = torch.linalg.qr(last.write.double(), mode="r").R
+    factor = torch.linalg.qr(last.write.double(), mode="r").R
     # a write with more columns than rows has a flat triangle
-    root = F.pad(root, (0, 0, 0, root.shape[1] - root.shape[0]))
+    factor = F.pad(factor, (0, 0, 0, factor.shape[1] - factor.shape[0]))
     predecessor = torch.cat((last.message, last.predecessor_gate))
     return TransferTables(
         layers=tuple(layers),
@@ -190,11 +190,11 @@ def transfer_tables(
         projection=torch.cat((last.readout, last.write.T)).contiguous(),
         gates=torch.cat((last.receiver_gate, last.predecessor_gate, last.message)),
         # a factorisation returns columns
-        root=root.to(last.write.dtype).contiguous(),
+        write_factor=factor.to(last.write.dtype).contiguous(),
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         head_weight=head_weight,
         head_messages=head_message_table(head_weight, last.write, norm_weight) if head_messages else None,
         # one a tile whose sum is split: splitting stops long before a grid has as many tiles
-        tickets=torch.zeros(4096, dtype=torch.int32, device=last.write.device),
+        arrivals=torch.zeros(4096, dtype=torch.int32, device=last.write.device),
     )

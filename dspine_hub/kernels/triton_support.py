@@ -1,4 +1,10 @@
-"""What all kernels share: which implementation runs, asked per call and never at import; tiles; launch arguments."""
+"""What all kernels share: which implementation runs, asked per call and never at import; tiles; launch arguments.
+
+Kernel files shorten sizes alike, beside the alphabet of shapes: `BM`, `BN` and `BK` are rows, columns and depth of a
+tile of a product, another `B` in front says how much a program holds of that axis, a `P` behind that a size is rounded
+up to a power of two, since Triton's ranges come in no other; `SPLIT` programs share a sum. `.._ptr` points to a
+tensor, `.._row` to rows of it; `inside` says which places of a tile exist.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +32,11 @@ def use_triton(x) -> bool:
     Returns:
         `bool`: `True` when Triton is importable and `x` lives on a CUDA device or the interpreter is switched on.
     """
-    if triton is None:
-        return False
+    return triton is not None and can_launch(x)
+
+
+def can_launch(x: torch.Tensor) -> bool:
+    """Tell whether an installed Triton has something to launch on: the device of `x`, or its interpreter."""
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -64,16 +73,29 @@ def dot_of_halves(x, y, acc, PRECISION: tl.constexpr):
 def overlap(x: torch.Tensor) -> dict:
     """Return the launch arguments that let a kernel start before the one in front of it has ended.
 
-    Its weights then travel while its neighbour computes (Hopper's programmatic dependent launch). Dynamo knows no such
-    argument, so compiled graphs launch without.
+    Its weights then travel while its neighbour computes (Hopper's programmatic dependent launch).
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(x) else {"OVERLAP": False}
+
+
+def can_overlap(x: torch.Tensor) -> bool:
+    """Tell whether launches overlap on the device of `x`: the one switch of all kernels.
+
+    Dynamo knows no such launch argument, so compiled graphs launch without.
     """
     able = x.is_cuda and torch.version.hip is None and not torch.compiler.is_compiling()
-    able = able and torch.cuda.get_device_capability(x.device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
-    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
+    return able and torch.cuda.get_device_capability(x.device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
 
 
-class Tile(NamedTuple):
-    """How a kernel cuts its product: rows, columns and depth of a tile, parts of a split sum, warps, stages."""
+class ProductTile(NamedTuple):
+    """How a kernel cuts a matrix product.
+
+    Args:
+        rows, columns (`int`): Of the result, a program computes so many.
+        depth (`int`): What is read at once of the axis summed over.
+        split (`int`): Programs that share that axis.
+        warps, stages (`int`): Of a program.
+    """
 
     rows: int
     columns: int
@@ -83,18 +105,20 @@ class Tile(NamedTuple):
     stages: int = 4
 
 
-# float32 is for checking, not for speed: one small tile
-FLOAT32_TILE = Tile(16, 32, 32, split=2, stages=2)
-
-
-def pick_tile(tiles: tuple[tuple[int, Tile], ...], rows: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of the first entry whose bound holds `rows`, the last one's beyond all bounds.
+class TileTable(NamedTuple):
+    """The tiles of one kernel.
 
     Args:
-        tiles (`tuple` of bound and [`Tile`]): Measured best, by rising bound.
-        rows (`int`): Rows of the product.
-        dtype (`torch.dtype`): Of the operands; the tiles listed are for half precision.
+        half (`tuple` of bound and tile): Measured best for half precision, by rising bound on the rows or slots.
+        float32 (a tile): For checking, not for speed: one small tile whatever the size.
     """
+
+    half: tuple
+    float32: NamedTuple
+
+
+def pick_tile(tiles: TileTable, count: int, dtype: torch.dtype):
+    """Return the tile for `count` rows or slots in `dtype`: the first whose bound holds them, or else the last."""
     if dtype == torch.float32:
-        return FLOAT32_TILE
-    return next((tile for bound, tile in tiles if rows <= bound), tiles[-1][1])
+        return tiles.float32
+    return next((tile for bound, tile in tiles.half if count <= bound), tiles.half[-1][1])

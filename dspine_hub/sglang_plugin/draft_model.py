@@ -25,7 +25,7 @@ from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
-from dspine_hub.sglang_plugin.transition_cache import TransitionCache, make_rows
+from dspine_hub.sglang_plugin.transition_cache import TransitionCache, pack_selector_rows
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class DSpineDraftModel(DFlash2DraftModel):
             input_embeds (`torch.Tensor` of shape `[B * N, H]`): The target's embeddings of `input_ids`.
 
         Returns:
-            `LogitsProcessorOutput`: `hidden_states` as [`make_rows`] puts them together.
+            `LogitsProcessorOutput`: `hidden_states` as [`pack_selector_rows`] puts them together.
         """
         if input_embeds is None:
             raise ValueError("`input_embeds` must hold the target's embeddings, got none: a drafter owns no table.")
@@ -83,11 +83,18 @@ class DSpineDraftModel(DFlash2DraftModel):
             state = hidden + residual
             injected = self.injection.inject(state.view(blocks), anchor, index)
             hidden = injected.hidden.view(state.shape)
-        rows = make_rows(self.norm(hidden), state, injected, self.injection.rows_readable)
+        rows = pack_selector_rows(self.norm(hidden), state, injected, self.injection.rows_readable)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_candidates(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the top `K` of the backbone's logits: rows of [`make_rows`] to token ids and logits, each `[n, K]`."""
+        """Take the top `K` of the backbone's logits.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[n, 2 H + ...]`): As [`pack_selector_rows`] puts them together.
+
+        Returns:
+            `tuple` of token ids and logits, each `[n, K]`.
+        """
         self.candidate_selector.attach(self.lm_head)
         hidden = hidden[:, : self.norm.weight.shape[0]]
         if not self.injection.rows_readable:

@@ -50,7 +50,7 @@ class TransferSpace(AdjacentInjection):
             room = zero_table(codes.shape[0], self.bias.shape[0], like=self.bias)
             self.tables = dataclasses.replace(tables, head_messages=room)
             return
-        for name in ("predecessors", "projection", "gates", "root"):
+        for name in ("predecessors", "projection", "gates", "write_factor"):
             getattr(self.tables, name).copy_(getattr(tables, name))
 
     def attach_head(self, messages: TokenTable, weight: torch.Tensor | None) -> None:

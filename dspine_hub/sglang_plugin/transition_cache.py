@@ -16,7 +16,9 @@ from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 COLUMNS = 64
 
 
-def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock, readable: bool) -> torch.Tensor:
+def pack_selector_rows(
+    normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock, readable: bool
+) -> torch.Tensor:
     """Put side by side what the selector needs of every row of a block.
 
     Args:
@@ -38,8 +40,15 @@ def make_rows(normed: torch.Tensor, state: torch.Tensor, injected: InjectedBlock
     return torch.cat(parts, dim=-1)
 
 
-class SelectorRows(NamedTuple):
-    """What [`make_rows`] put together, taken apart again; `message` and `length` are `None` where it left them out."""
+class SelectorInputs(NamedTuple):
+    """What [`pack_selector_rows`] put together, taken apart again.
+
+    Args:
+        state (`torch.Tensor` of shape `[B, S, H]`), projection ([`SlotProjection`], each `[B, S, M]`): Of the slots,
+            before the last injection.
+        message (`torch.Tensor` of shape `[B, S, M]`), length (`torch.Tensor` of shape `[B, S]`), both *optional*: Of
+            its write, where the head's rows are not readable.
+    """
 
     state: torch.Tensor
     projection: SlotProjection
@@ -47,16 +56,16 @@ class SelectorRows(NamedTuple):
     length: torch.Tensor | None = None
 
 
-def take_rows(rows: torch.Tensor, width: int, size: int) -> SelectorRows:
+def unpack_selector_rows(rows: torch.Tensor, width: int, size: int) -> SelectorInputs:
     """Take rows of slots `[B, S, 2 H + ...]` apart; `width` is `H`, `size` is `M`."""
     bits = size * torch.float32.itemsize // rows.itemsize
-    _, state, receiver, update, rest = rows.tensor_split(
+    _, state, receiver, write_projection, rest = rows.tensor_split(
         (width, 2 * width, 2 * width + bits, 2 * width + 2 * bits), -1
     )
-    projection = SlotProjection(receiver.view(torch.float32), update.view(torch.float32))
+    projection = SlotProjection(receiver.view(torch.float32), write_projection.view(torch.float32))
     if rest.shape[-1] == 0:
-        return SelectorRows(state, projection)
-    return SelectorRows(state, projection, rest[..., :size], rest[..., size])
+        return SelectorInputs(state, projection)
+    return SelectorInputs(state, projection, rest[..., :size], rest[..., size])
 
 
 class TransitionCache:
@@ -123,13 +132,13 @@ class TransitionCache:
         Args:
             candidate_ids (`torch.Tensor` of shape `[B, S, K]`, int64): Candidates of every slot.
             unary_logits (`torch.Tensor` of shape `[B, S, K]`, float32): Their backbone logits.
-            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + ...]`): As [`make_rows`] puts them together.
+            hidden_states (`torch.Tensor` of shape `[B, S, 2 H + ...]`): As [`pack_selector_rows`] puts them together.
             anchor_token_ids (`torch.Tensor` of shape `[B]`, int64): Last committed tokens.
 
         Returns:
             `torch.Tensor` of shape `[B, S, K, K]`, float32: predecessor before candidate.
         """
-        rows = take_rows(hidden_states, self.norm.weight.shape[0], self.space.bias.shape[0])
+        rows = unpack_selector_rows(hidden_states, self.norm.weight.shape[0], self.space.bias.shape[0])
         backbone = None if self.space.rows_readable else BackboneLogits(unary_logits, rows.message, rows.length)
         # the worker passes a column of its blocks, kernels read anchors in one piece
         anchor = anchor_token_ids.contiguous()

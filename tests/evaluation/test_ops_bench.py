@@ -25,7 +25,7 @@ def test_a_round_is_checked_against_float64(drafter):
     assert found["widest_tie"] == 0
 
 
-@pytest.mark.parametrize("what", ["predecessors", "root", "head_messages", "layers"])
+@pytest.mark.parametrize("what", ["predecessors", "write_factor", "head_messages", "layers"])
 def test_a_wrong_table_is_not_timed(drafter, what):
     """Catches an operand the check does not reach: a wrong drafter must never get a number."""
     if what == "layers":
@@ -33,7 +33,7 @@ def test_a_wrong_table_is_not_timed(drafter, what):
         drafter = drafter._replace(layers=random_drafter(SMALL, torch.float32, "cpu", seed=0).layers)
     else:
         table = getattr(drafter.tables, what)
-        (table if what == "root" else table.values).mul_(1.01)
+        (table if what == "write_factor" else table.values).mul_(1.01)
     with pytest.raises(DSpineHubError, match=r"`max_rel_err` must be at most 1e-05 in torch.float32"):
         check_round(drafter, random_round(SMALL, 3, torch.float32, "cpu", seed=1))
 

@@ -213,6 +213,23 @@ def test_injection_equals_the_naive_loop(form, shape):
             torch.testing.assert_close(found[b, j].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_replaced_blocks_follow_their_true_tokens():
+    """Catches a wrong block replaced, a code that is not as long as a feature, true tokens shifted by a slot."""
+    w = weights(5, 17, 3, 29)
+    hidden, anchor, true = torch.randn(2, 4, 17), torch.arange(2), torch.tensor([[4, 9, 2], [3, 1, 7]])
+    codes = w["codes"][anchor], w["codes"][true]
+    found = adjacent_injection_reference(
+        hidden, codes[0], injection_weights(w), true_codes=codes[1], replaced=torch.tensor([True, False])
+    )
+    assert torch.equal(found[1], inject_by_definition(hidden, anchor, w)[1])
+    assert torch.equal(found[0, 0], hidden[0, 0])
+    for j in range(1, 4):
+        feature = naive_feature(hidden[0, j], w["readout"])
+        expected = naive_write(hidden[0, j].double(), feature, math.sqrt(5) * codes[1][0, j - 1].double(), w)
+        # float32 sums of at most 17 terms
+        torch.testing.assert_close(found[0, j].double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_anchor_row_is_never_written():
     """Catches a write to row 0, whose state is the committed token's own."""
     w = weights(5, 17, 3, 29)
@@ -368,7 +385,7 @@ def from_logits(w, logits, message, length, table=True):
                 tables_of(w),
                 SlotProjection(torch.zeros(2, 3, 3), torch.zeros(2, 3, 4)),
             ),
-            r"`update`.*\[2, 3, 3\], got \[2, 3, 4\]",
+            r"`write_projection`.*\[2, 3, 3\], got \[2, 3, 4\]",
             id="projection",
         ),
         pytest.param(
@@ -432,9 +449,9 @@ def test_tables_are_the_products_they_replace(dtype):
         assert bool(((found - expected).abs() <= step * expected.abs().amax(dim=1, keepdim=True) + 1e-6).all())
 
     assert_rows(tables.predecessors, torch.cat((p @ wide["message"].T, p @ wide["predecessor_gate"].T), dim=1))
-    root = tables.root.double()
+    factor = tables.write_factor.double()
     torch.testing.assert_close(
-        root.T @ root, wide["write"].T @ wide["write"], rtol=2**-8, atol=2**-6 if dtype == torch.bfloat16 else 1e-5
+        factor.T @ factor, wide["write"].T @ wide["write"], rtol=2**-8, atol=2**-6 if dtype == torch.bfloat16 else 1e-5
     )
     assert_rows(tables.head_messages, (wide["head_weight"] * wide["norm_weight"]) @ wide["write"])
     assert torch.equal(tables.projection, torch.cat((w["readout"], w["write"].T)))

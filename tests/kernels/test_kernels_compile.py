@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
-import sys
+import pkgutil
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dspine_hub.kernels
 from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, run_round
 from dspine_hub.kernels import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
 
@@ -18,10 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 # what a program may use of a Hopper device
 SHARED_MEMORY, THREADS = 232_448, 1024
-# functions hide the modules of the same names
 MODULES = [
-    sys.modules[f"dspine_hub.kernels.{name}"]
-    for name in ("adjacent_injection", "injection_kernels", "transition_scores", "candidate_walk", "top_candidates")
+    import_module(f"dspine_hub.kernels.{module.name}") for module in pkgutil.iter_modules(dspine_hub.kernels.__path__)
 ]
 KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
@@ -52,9 +52,8 @@ def compiled(monkeypatch):
         utils=utils,
     )
     monkeypatch.setattr(type(driver), "active", stand_in)
-    for module in MODULES:
-        monkeypatch.setattr(module, "use_triton", lambda x: True, raising=False)
-        monkeypatch.setattr(module, "overlap", lambda x: {"OVERLAP": True, "launch_pdl": True}, raising=False)
+    monkeypatch.setattr(triton_support, "can_launch", lambda x: True)
+    monkeypatch.setattr(triton_support, "can_overlap", lambda x: True)
     for kernel in KERNELS.values():
         kernel.device_caches.clear()
     yield names

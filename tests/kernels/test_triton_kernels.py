@@ -34,12 +34,19 @@ from dspine_hub.kernels import (
     adjacent_injection_reference,
     candidate_walk,
     candidate_walk_reference,
+    injection_gate_kernels,
+    injection_kernels,
     slot_projection,
     top_candidates,
+    transition_kernels,
+    transition_length_kernels,
     transition_scores,
     triton_support,
     use_triton,
 )
+from dspine_hub.kernels.transition_kernels import ScoreTile
+from dspine_hub.kernels.transition_length_kernels import LengthTile
+from dspine_hub.kernels.triton_support import ProductTile
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -56,7 +63,7 @@ SIZES = [
     pytest.param(1, 7, 16, 211, 130, 70, 40, id="S7"),
     pytest.param(3, 15, 8, 131, 97, 66, 34, id="S15"),
     pytest.param(2, 3, 5, 29, 24, 7, 31, id="M>H"),
-    # 72 rows: half precision leaves plain products to the vendor's kernel
+    # 72 rows: half precision leaves plain products to the library
     pytest.param(9, 7, 8, 131, 97, 66, 34, id="rows72"),
     pytest.param(1, 15, 16, 151_936, 64, 32, 16, id="V151936"),
 ]
@@ -182,13 +189,17 @@ def test_near_ties_are_told_apart_in_half_precision(batch, head):
     assert float((own - gap)[near].pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()) < 6e-5
 
 
+def set_tile(monkeypatch, module, name, tile):
+    """Cut what a table of tiles is for in another way, in float32."""
+    monkeypatch.setattr(module, name, getattr(module, name)._replace(float32=tile))
+
+
 @pytest.mark.parametrize("rows", [(1, 32, 32, 1), (1, 16, 32, 3), (2, 32, 64, 2), (4, 16, 16, 1)], ids=str)
 def test_every_cut_of_the_scores_gives_the_same(monkeypatch, rows):
     """Catches a cut that holds only for the sizes it was tuned on: several slots a program, parts of a split sum."""
     slots, columns, depth, split = rows
-    tile = triton_support.Tile(slots, columns, depth, split=split, stages=2)
-    module = sys.modules["dspine_hub.kernels.transition_scores"]
-    monkeypatch.setattr(module, "pick_tile", lambda tiles, rows, dtype: tile)
+    set_tile(monkeypatch, transition_length_kernels, "LENGTH_TILES", LengthTile(slots, columns, depth, stages=2))
+    set_tile(monkeypatch, transition_kernels, "SCORE_TILES", ScoreTile(columns, depth, split=split, stages=2))
     inputs = cast(score_inputs(3, 5, 8, 97, 70, 33, 40), torch.float32)
     w = {name: value for name, value in inputs.items() if name not in ("state", "candidates", "anchor")}
     found = transition_scores(inputs["state"], inputs["candidates"], inputs["anchor"], tables_of(w))
@@ -197,11 +208,11 @@ def test_every_cut_of_the_scores_gives_the_same(monkeypatch, rows):
 
 @pytest.mark.parametrize("cut", [(16, 16, 32, 1), (32, 16, 16, 3), (16, 64, 64, 1), (16, 16, 16, 4)], ids=str)
 def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
-    """Catches a split that leaves a part of the hidden axis out, and a ticket left behind by an earlier launch."""
-    tile = triton_support.Tile(*cut[:3], split=cut[3], stages=2)
-    monkeypatch.setattr(
-        sys.modules["dspine_hub.kernels.injection_kernels"], "pick_tile", lambda tiles, rows, dtype: tile
-    )
+    """Catches a split that leaves a part of the hidden axis out, and a counter left behind by an earlier launch."""
+    tile = ProductTile(*cut[:3], split=cut[3], stages=2)
+    set_tile(monkeypatch, injection_kernels, "READOUT_TILES", tile)
+    set_tile(monkeypatch, injection_gate_kernels, "GATE_TILES", tile)
+    set_tile(monkeypatch, injection_kernels, "WRITE_TILES", tile)
     w = cast(weights(33, 130, 40, 97), torch.float32)
     tables, exact = tables_of(w), wide(w)
     for seed in range(2):
@@ -209,7 +220,7 @@ def test_every_cut_of_the_injection_gives_the_same(monkeypatch, cut):
         anchor = torch.tensor([1, 2, 3], device=DEVICE)
         expected = adjacent_injection_reference(hidden.cpu().double(), exact["codes"][1:4], injection_weights(exact))
         assert_near(adjacent_injection(hidden, anchor, 0, tables).hidden, expected, torch.float32)
-    assert not bool(tables.tickets.any())
+    assert not bool(tables.arrivals.any())
 
 
 def test_zero_states():

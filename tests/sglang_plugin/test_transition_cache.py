@@ -49,7 +49,7 @@ def test_a_quantised_head_is_scored_through_its_own_method(stand_ins, monkeypatc
     injected = injection.inject(hidden, anchor, 0)
     normed = rms_norm(injected.hidden, w["norm_weight"], w["norm_eps"])
     unary, candidates = head.apply(head, normed[:, 1:], None).float().topk(8, dim=-1)
-    rows = cache.make_rows(normed.flatten(0, 1), hidden.flatten(0, 1), injected, injection.rows_readable)
+    rows = cache.pack_selector_rows(normed.flatten(0, 1), hidden.flatten(0, 1), injected, injection.rows_readable)
     found = selector.build_lattice(
         candidate_ids=candidates,
         unary_logits=unary,
