@@ -34,7 +34,8 @@ from .triton_support import (
 @jit
 def _feature_scale(square, scale):
     """Return what makes products a feature of length `scale`, from the sum of their squares; of any shape."""
-    return scale / tl.maximum(tl.sqrt(square), 1e-12)
+    # a compiled graph hands numbers over in float64
+    return (scale / tl.maximum(tl.sqrt(square), 1e-12)).to(tl.float32)
 
 
 @jit

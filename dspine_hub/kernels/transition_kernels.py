@@ -278,7 +278,9 @@ def _scores_kernel(
         # not a sum: one part alone holds it
         length = tl.load(_row_of(length_ptr, b, s, length_batch, length_slot)).to(tl.float32)
         logits = tl.load(logits_ptr + slot * K + c, inside, 0.0)
-        dots = tl.where(part == 0, 1.0, 0.0) * logits * tl.sqrt(length * length / H + eps)
+        # a compiled graph hands numbers over in float64
+        root = tl.sqrt(length * length / H + eps).to(tl.float32)
+        dots = tl.where(part == 0, 1.0, 0.0) * logits * root
     if BY_TOKEN:
         numerator *= tl.load(head_messages_scale_ptr + own, inside, 0.0)[None, :]
 

@@ -82,6 +82,21 @@ def test_every_kernel_compiles_for_hopper(compiled, batch):
     assert compiled == KERNELS.keys() - without
 
 
+@pytest.mark.parametrize("batch", [1, 5])
+def test_kernels_compile_where_numbers_come_as_float64(compiled, monkeypatch, batch):
+    """Catches a local that changes its type: Inductor hands Python's numbers to a kernel in float64."""
+    triton = triton_support.triton
+
+    class WideNumbers(triton.compiler.ASTSource):
+        def __init__(self, fn, signature, *args, **kwargs):
+            wide = {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}
+            super().__init__(fn, wide, *args, **kwargs)
+
+    monkeypatch.setattr(triton.compiler, "ASTSource", WideNumbers)
+    compile_round(batch, torch.bfloat16)
+    assert {"_scores_kernel", "_gate_kernel" if batch == 1 else "_message_kernel"} < compiled
+
+
 def test_float32_compiles_for_hopper(compiled):
     """Catches operands of two dtypes in one product: in float32 nothing is split in two."""
     compile_round(2, torch.float32)
