@@ -74,7 +74,7 @@ def compile_round(batch, dtype):
     top_candidates(torch.zeros(batch, 15, 4096, dtype=dtype), 16)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize("batch", [1, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (4, 8, 16, 64))])
 def test_every_kernel_compiles_for_hopper(compiled, batch):
     """Catches what the interpreter takes and the compiler does not, and tiles beyond a device's shared memory."""
     compile_round(batch, torch.bfloat16)
