@@ -18,6 +18,8 @@ from dspine_hub.publish.listing import list_files
 
 # larger files that are no weights are hashed in pieces and not kept
 KEPT_BYTES = 64 << 20
+# made anew after the hashes of `provenance.json` were taken, or by the Hub, which may edit a card
+UNHASHED = ("provenance.json", "README.md", ".gitattributes")
 
 
 class BundleFile:

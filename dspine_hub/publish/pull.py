@@ -7,12 +7,9 @@ from huggingface_hub import constants, snapshot_download
 
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.folders import check_free, hash_files, new_folder, parse_json, walk
-from dspine_hub.publish.bundle import git_blob_id
+from dspine_hub.publish.bundle import UNHASHED, git_blob_id
 from dspine_hub.publish.hub_client import client, endpoint, hub_bars, patiently, remote_files
 from dspine_hub.publish.hub_errors import check_repo_id, readable
-
-# the card is made anew after the hashes were taken, and the Hub may edit it
-UNHASHED = ("README.md",)
 
 
 def pull(

@@ -17,15 +17,13 @@ from dspine_hub.checkpoints.pairing import check_pair
 from dspine_hub.errors import DSpineHubError
 from dspine_hub.evaluation.canary import agreement, measure_canary
 from dspine_hub.findings import Report
-from dspine_hub.publish.bundle import Bundle
+from dspine_hub.publish.bundle import UNHASHED, Bundle
 from dspine_hub.publish.shipped import AUTO_MAP, SHIPPED
 
 # an unrelated drafter is accepted about once a round; a right one, on any text, far more often
 CANARY_FLOOR = 1.3
 # rounding flips a rare near tie, another dtype or device a few; a tap one layer off changes far more
 CANARY_AGREEMENT = 0.95
-# made anew or by the Hub after the hashes were taken
-UNHASHED = ("provenance.json", "README.md", ".gitattributes")
 
 
 def verify(folder: str | Path, target: str | Path | None = None, allow_custom_code: bool = False) -> Report:
