@@ -23,7 +23,7 @@ from .cache_dspine import DSpineContextCache
 from .configuration_dspine import DSpineConfig, head_fingerprint, tokenizer_fingerprint
 from .draft_graph_dspine import CompiledDraft, GraphContextCache
 from .generation_dspine import spec_generate
-from .kernels import (
+from .kernels_dspine import (
     InjectedBlock,
     InjectionWeights,
     SlotProjection,

@@ -46,7 +46,7 @@ MODULES = modules()
 def room(name: str) -> str:
     """The room of a module."""
     first = name.split(".")[1] if "." in name else "front"
-    if first.endswith("_dspine") or first in ("kernels", "custom_generate"):
+    if first.endswith("_dspine") or first in ("kernels_dspine", "custom_generate"):
         return "ships"
     return "shared" if first in SHARED else "cli" if first == "__main__" else first
 

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from dspine_hub.checkpoints.expected import START_NAMES, expected_tensors
 from dspine_hub.errors import DSpineHubError
-from dspine_hub.kernels import top_candidates
+from dspine_hub.kernels_dspine import top_candidates
 from dspine_hub.sglang_plugin.startup import check_pair_of, drafter_config
 from dspine_hub.sglang_plugin.target_head import rebuild_codes
 from dspine_hub.sglang_plugin.tensors import TensorAccount

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from dspine_hub.configuration_dspine import DSpineConfig
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     BackboneLogits,
     InjectedBlock,
     SlotProjection,
@@ -18,7 +18,7 @@ from dspine_hub.kernels import (
     transfer_tables,
     transition_scores,
 )
-from dspine_hub.kernels.transfer_tables import TokenTable, zero_table
+from dspine_hub.kernels_dspine.transfer_tables import TokenTable, zero_table
 from dspine_hub.modeling_dspine import AdjacentInjection
 
 

@@ -8,8 +8,8 @@ from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from dspine_hub.kernels import BackboneLogits, InjectedBlock, SlotProjection, candidate_walk
-from dspine_hub.kernels.transfer_tables import CHUNK, TokenTable, fill_table, head_message_table, zero_table
+from dspine_hub.kernels_dspine import BackboneLogits, InjectedBlock, SlotProjection, candidate_walk
+from dspine_hub.kernels_dspine.transfer_tables import CHUNK, TokenTable, fill_table, head_message_table, zero_table
 from dspine_hub.sglang_plugin.transfer_space import TransferSpace
 
 # columns sent through a quantised head at once while its table is made

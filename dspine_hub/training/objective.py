@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dspine_hub.generation_dspine import TapRecorder
-from dspine_hub.kernels import inject_message, predicted_feature
+from dspine_hub.kernels_dspine import inject_message, predicted_feature
 from dspine_hub.training.blocks import Blocks, build_blocks, sample_anchors
 from dspine_hub.training.config import ObjectiveConfig
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dspine_hub.kernels import BackboneLogits, InjectionWeights, transfer_tables, transition_scores_reference
+from dspine_hub.kernels_dspine import BackboneLogits, InjectionWeights, transfer_tables, transition_scores_reference
 
 # float32 sums of at most 64 terms of order 1 lose a few ulps (6e-8 each); the message form divides two such sums, and
 # its quadratic term squares the message, so 1e-4 of the largest score leaves about a factor 10

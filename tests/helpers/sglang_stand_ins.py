@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.kernel_inputs import weights
 
-from dspine_hub.kernels.transfer_tables import head_message_table
+from dspine_hub.kernels_dspine.transfer_tables import head_message_table
 
 
 def stand_in_modules(monkeypatch):

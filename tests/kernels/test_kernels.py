@@ -16,7 +16,7 @@ from helpers.kernel_inputs import (
     weights,
 )
 
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     BackboneLogits,
     InjectionWeights,
     SlotProjection,

@@ -29,7 +29,7 @@ from dspine_hub.evaluation.ops.round import (
     run_reference,
     run_round,
 )
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     adjacent_injection,
     adjacent_injection_reference,
     candidate_walk,
@@ -44,9 +44,9 @@ from dspine_hub.kernels import (
     triton_support,
     use_triton,
 )
-from dspine_hub.kernels.transition_kernels import ScoreTile
-from dspine_hub.kernels.transition_length_kernels import LengthTile
-from dspine_hub.kernels.triton_support import ProductTile
+from dspine_hub.kernels_dspine.transition_kernels import ScoreTile
+from dspine_hub.kernels_dspine.transition_length_kernels import LengthTile
+from dspine_hub.kernels_dspine.triton_support import ProductTile
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -310,7 +310,7 @@ def test_without_triton_the_wrappers_run_the_reference():
     """Catches a kernel file that cannot be imported where Triton is not installed."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch\nfrom dspine_hub.kernels import candidate_walk, use_triton\n"
+        "import torch\nfrom dspine_hub.kernels_dspine import candidate_walk, use_triton\n"
         "assert not use_triton(torch.zeros(1))\n"
         "s = torch.randn(1, 2, 3, 3); c = torch.arange(6).view(1, 2, 3)\n"
         "print(candidate_walk(s, c, torch.zeros(1), torch.zeros(1, 2))[0].shape)\n"

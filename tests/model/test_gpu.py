@@ -9,7 +9,7 @@ from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round,
 from dspine_hub.evaluation.ops.timing import COPIES
 from dspine_hub.evaluation.pair import Pair
 from dspine_hub.evaluation.prompts import read_prompts
-from dspine_hub.kernels import top_candidates, use_triton
+from dspine_hub.kernels_dspine import top_candidates, use_triton
 from dspine_hub.publish.build import build_bundle
 
 pytestmark = [

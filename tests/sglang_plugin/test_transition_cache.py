@@ -9,7 +9,7 @@ import torch
 from helpers.kernel_inputs import FLOAT32, injection_weights, rms_norm, weights
 from helpers.sglang_stand_ins import gather_shards
 
-from dspine_hub.kernels import transition_scores_reference
+from dspine_hub.kernels_dspine import transition_scores_reference
 
 
 class EightBitHead(torch.nn.Module):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dspine_hub.evaluation.ops.round import Drafter, Round, Shape, run_reference
 from dspine_hub.evaluation.ops.timing import COPIES, graph_us
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     adjacent_injection_reference,
     candidate_walk_reference,
     top_candidates,

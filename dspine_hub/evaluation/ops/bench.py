@@ -26,7 +26,7 @@ from dspine_hub.evaluation.ops.round import (
     run_round,
 )
 from dspine_hub.evaluation.ops.timing import COPIES, allocated_by, graph_us, kernel_times, measure_ceilings
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     adjacent_injection,
     top_candidates,
     transition_scores,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from dspine_hub.kernels import (
+from dspine_hub.kernels_dspine import (
     InjectionWeights,
     TransferTables,
     adjacent_injection,
