@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dspine_hub.errors import DSpineHubError
+
+# what a clone without git-lfs leaves in place of a file
+GIT_LFS = "fetch the file itself with `git lfs pull`."
 
 
 def file_sha256(path: Path) -> str:
@@ -32,14 +36,50 @@ def hash_files(files: dict[str, Path]) -> dict[str, str]:
 
 
 def parse_json(text: str | bytes, place: str) -> dict:
-    """Read a JSON object; `place` names it in the `DSpineHubError` that says what else it is."""
+    """Read a JSON object; `place` names it in the `DSpineHubError` that says what else it is.
+
+    A key given twice and a number that is none are refused: readers differ in what they make of them.
+    """
     try:
-        value = json.loads(text)
+        # some editors put a byte order mark in front
+        text = (text.decode("utf-8") if isinstance(text, bytes) else text).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DSpineHubError(f"`{place}` must be UTF-8 text, got byte {error.start} that is not.") from None
+    if text.startswith("version https://git-lfs."):
+        raise DSpineHubError(f"`{place}` must be valid JSON, got a git-lfs pointer: {GIT_LFS}")
+    try:
+        value = json.loads(text, object_pairs_hook=_once(place), parse_constant=_no_number(place))
     except ValueError as error:
-        raise DSpineHubError(f"`{place}` must be valid JSON: {error}.") from None
+        comma = re.search(r",\s*[}\]]", text)
+        line = text.count("\n", 0, comma.start()) + 1 if comma else 0
+        hint = f" The comma before a closing bracket in line {line} must go." if comma else ""
+        raise DSpineHubError(f"`{place}` must be valid JSON: {error}.{hint}") from None
+    except RecursionError:
+        raise DSpineHubError(f"`{place}` must be JSON of a sane depth, got one nested too deeply.") from None
     if not isinstance(value, dict):
         raise DSpineHubError(f"`{place}` must be a JSON object, got {type(value).__name__}.")
     return value
+
+
+def _once(place: str):
+    def build(pairs: list) -> dict:
+        built = {}
+        for key, value in pairs:
+            if key in built:
+                raise DSpineHubError(
+                    f"`{key}` in `{place}` must be given once, got {built[key]!r} and {value!r}: delete the wrong one."
+                )
+            built[key] = value
+        return built
+
+    return build
+
+
+def _no_number(place: str):
+    def refuse(name: str):
+        raise DSpineHubError(f"`{place}` must hold finite numbers, got {name}, which is no JSON.")
+
+    return refuse
 
 
 def write_json(path: Path, value: dict) -> None:

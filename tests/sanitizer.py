@@ -12,7 +12,13 @@ import sys
 import torch
 
 from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, run_round
-from dspine_hub.kernels_dspine import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
+from dspine_hub.kernels_dspine import (
+    BackboneLogits,
+    adjacent_injection,
+    top_candidates,
+    transition_scores,
+    triton_support,
+)
 
 # sizes that fill no tile, one request, rows beyond a tile, rows whose products are the library's
 CASES = (

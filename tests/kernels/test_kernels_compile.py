@@ -11,7 +11,13 @@ import torch
 
 import dspine_hub.kernels_dspine
 from dspine_hub.evaluation.ops.round import Shape, random_drafter, random_round, run_round
-from dspine_hub.kernels_dspine import BackboneLogits, adjacent_injection, top_candidates, transition_scores, triton_support
+from dspine_hub.kernels_dspine import (
+    BackboneLogits,
+    adjacent_injection,
+    top_candidates,
+    transition_scores,
+    triton_support,
+)
 
 pytestmark = pytest.mark.skipif(
     triton_support.triton is None or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
@@ -20,9 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 # what a program may use of a Hopper device
 SHARED_MEMORY, THREADS = 232_448, 1024
-MODULES = [
-    import_module(f"dspine_hub.kernels_dspine.{module.name}") for module in pkgutil.iter_modules(dspine_hub.kernels_dspine.__path__)
-]
+PACKAGE = dspine_hub.kernels_dspine
+MODULES = [import_module(f"{PACKAGE.__name__}.{module.name}") for module in pkgutil.iter_modules(PACKAGE.__path__)]
 KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
 
